@@ -1,0 +1,1 @@
+"""The vLLM side of kv-singleflight: the only package here that imports vllm."""
