@@ -1,3 +1,3 @@
-"""Single-flight for KV-cache blocks: when many requests need the same cold blocks at once, fetch them once."""
+"""Single-flight for KV-cache blocks: requests that need the same cold blocks at once fetch them once."""
 
 __version__ = "0.1.0"
