@@ -143,10 +143,13 @@ class PendingBlockTable:
         self.stats.blocks_led += len(flight.hashes)
         return flight
 
-    def attach(self, request: Hashable, segments: Sequence[Segment], now: float) -> None:
+    def attach(
+        self, request: Hashable, segments: Sequence[Segment], now: float, *, deadline: float | None = None
+    ) -> None:
         """Make `request` a follower of each segment's flight, until all of them have landed.
 
-        The deadline runs from the first attachment and a hand-over does not restart it.
+        `deadline` is a time on the driver's clock; without one it is `now` plus the policy's budget. It
+        counts from the first attachment, and a hand-over does not restart it.
         Raises ValueError, and changes nothing, if there is nothing to attach to, if a flight can no
         longer be joined, if the request leads one of them, waits already, or goes alone.
         """
@@ -161,7 +164,8 @@ class PendingBlockTable:
         blocks = sum(s.length for s in segments)
         member = self._members.get(request)
         if member is None:
-            member = self._members[request] = _Member(now + self.policy.budget_s(blocks))
+            until = now + self.policy.budget_s(blocks) if deadline is None else deadline
+            member = self._members[request] = _Member(until)
         for segment in segments:
             flight = segment.flight
             if flight.generation not in member.waits_for:
@@ -241,13 +245,26 @@ class PendingBlockTable:
         for request, member in waiting:
             if member.deadline <= now:
                 for flight in member.waits_for.values():
-                    if flight.joinable:
-                        self.stats.overdue += 1
-                        self._unlist(flight)
-                        flight.apply(Event.OVERDUE)
+                    self._make_overdue(flight)
                 effects.append(self._release(request, Outcome.FELL_BACK, Reason.DEADLINE))
         self._next_deadline = min((m.deadline for _, m in waiting if m.waits_for), default=math.inf)
         return effects
+
+    def expire_one(self, request: Hashable, now: float) -> list[Effect]:
+        """This request waits no longer: for a driver with a timer for each one. O(1) in requests.
+
+        Unlike `expire`, a flight that it waited for or leads becomes overdue only once it has run for the
+        policy's budget for its size: where requests choose their deadlines, one that is in a hurry must not
+        switch sharing off for all (hazard J2).
+        """
+        member = self._members.get(request)
+        flights = list(member.waits_for.values()) if member is not None else []
+        if request in self._leads:
+            flights.append(self._leads[request])
+        for flight in flights:
+            if flight.started + self.policy.budget_s(len(flight.hashes)) <= now:
+                self._make_overdue(flight)
+        return [self._release(request, Outcome.FELL_BACK, Reason.DEADLINE)] if self.waiting(request) else []
 
     def reset(self) -> list[Effect]:
         """The caches are being reset: no flight in the air may be joined or published any more."""
@@ -272,6 +289,12 @@ class PendingBlockTable:
             del self._leads[flight.leader]
         self.stats.fan_in[flight.fan_in] += 1
         return flight
+
+    def _make_overdue(self, flight: Flight) -> None:
+        if flight.joinable:
+            self.stats.overdue += 1
+            self._unlist(flight)
+            flight.apply(Event.OVERDUE)
 
     def _unlist(self, flight: Flight) -> None:
         for index, block_hash in enumerate(flight.hashes):
