@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from .instrument import instrument
 from .plugin import NAME, register
@@ -80,7 +80,8 @@ class Engine:
         if connector is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-            self.worker_connector: Any = get_kv_transfer_group()  # same process, so the real one
+            # In the same process, so it is the worker's own.
+            self.worker_connector = cast(Any, get_kv_transfer_group())
             self.recorder, self.gate = instrument(self.connector, self.worker_connector)
 
     # -- requests ----------------------------------------------------------------------------------------

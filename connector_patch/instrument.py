@@ -44,13 +44,9 @@ class Counts:
 class Recorder:
     """What happened since the last `take`. The store's part is written by receive threads."""
 
-    lookups: int = 0
-    load_specs: int = 0
-    queue_entries: int = 0
-    gets: int = 0
-    keys: int = 0
-    bytes: int = 0
+    counts: Counts = field(default_factory=Counts)
     destinations: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Key -> addresses it was loaded to."""
     gpu_blocks: set[int] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
     """Requests that went through the scheduler with tokens to come from outside."""
@@ -59,18 +55,9 @@ class Recorder:
     def take(self) -> Counts:
         """The counts so far; everything starts at zero again."""
         with self.lock:
-            counts = Counts(
-                self.lookups,
-                self.load_specs,
-                self.queue_entries,
-                self.gets,
-                self.keys,
-                self.bytes,
-                max(map(len, self.destinations.values()), default=0),
-                len(self.gpu_blocks),
-            )
-            self.lookups = self.load_specs = self.queue_entries = 0
-            self.gets = self.keys = self.bytes = 0
+            counts, self.counts = self.counts, Counts()
+            counts.addresses = max(map(len, self.destinations.values()), default=0)
+            counts.gpu_blocks = len(self.gpu_blocks)
             self.destinations.clear()
             self.gpu_blocks.clear()
             self.waiting.clear()
@@ -97,9 +84,9 @@ class InstrumentedStore:
     ) -> list[int]:
         total = sum(map(sum, sizes))
         with self._recorder.lock:
-            self._recorder.gets += 1
-            self._recorder.keys += len(keys)
-            self._recorder.bytes += total
+            self._recorder.counts.gets += 1
+            self._recorder.counts.keys += len(keys)
+            self._recorder.counts.bytes += total
             for key, parts in zip(keys, addresses, strict=True):
                 self._recorder.destinations[key].add(parts[0])
         self._gate.pass_through(total)
@@ -130,7 +117,7 @@ class _CountingSpecs(dict[str, Any]):
         self._recorder = recorder
 
     def __setitem__(self, request_id: str, spec: Any) -> None:
-        self._recorder.load_specs += 1
+        self._recorder.counts.load_specs += 1
         super().__setitem__(request_id, spec)
 
 
@@ -145,11 +132,11 @@ def instrument(
 
     def lookup(*args: Any, stock: Callable[..., Any] = scheduler.client.lookup, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
-        recorder.lookups += result is not None
+        recorder.counts.lookups += result is not None
         return result
 
     def put(item: Any, stock: Callable[..., Any] = worker.recv_request_queue.put) -> None:
-        recorder.queue_entries += 1
+        recorder.counts.queue_entries += 1
         stock(item)
 
     def allocated(

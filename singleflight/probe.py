@@ -61,14 +61,14 @@ def prompts(requests: int) -> dict[str, list[int]]:
     return {f"probe-{i}": [*prefix, *(100 + i for _ in range(8))] for i in range(requests)}
 
 
-def run(requests: int, stack: Stack, progress: Callable[[str], None] = lambda _: None) -> Result:
+def run(requests: int, stack: Stack, say: Callable[[str], None]) -> Result:
     """Both arms on a running stack. EmbeddedError if an engine does not start or fails."""
     asked = prompts(requests)
-    progress("starting two engines")
+    say("starting two engines")
     with both(stack) as arms:
         counts, tokens = [], []
         for arm in arms:
-            progress(f"{requests} requests through {arm.name}")
+            say(f"{requests} requests through {arm.name}")
             _store_prefix(arm, next(iter(asked.values()))[:BLOCK_SIZE])
             answer = arm.ask("burst", prompts=asked, barrier=True)
             counts.append(answer["counts"])
