@@ -19,14 +19,14 @@ from . import compat
 class Arm:
     """Commands, by name."""
 
-    def __init__(self, model: str, connector: str) -> None:
-        from .engine import STOCK, Engine
+    def __init__(self, model: str, connector: str | None, extra: dict[str, Any]) -> None:
+        from .engine import Engine
+        from .plugin import NAME
 
-        if connector != STOCK and (reason := compat.missing_feature()):
+        if connector == NAME and (reason := compat.missing_feature()):
             raise RuntimeError(reason)
-        self.engine = Engine(model, connector)
-        reason = getattr(self.engine.connector, "passes_through", None)
-        if reason is not None:
+        self.engine = Engine(model, connector, extra)
+        if reason := getattr(self.engine.connector, "passes_through", None):
             raise RuntimeError(reason)
 
     def cold(self) -> dict[str, Any]:
@@ -40,6 +40,8 @@ class Arm:
         barrier: bool = False,
         bytes_per_s: float | None = None,
     ) -> dict[str, Any]:
+        if self.engine.connector is None:
+            return asdict(self.engine.burst(prompts, max_tokens))
         self.engine.gate.bytes_per_s = bytes_per_s
         self.engine.recorder.take()
         burst = self.engine.burst(prompts, max_tokens, barrier)
@@ -52,7 +54,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--connector", required=True)
+    parser.add_argument("--connector", required=True, help='its name, or "none"')
+    parser.add_argument("--extra", type=json.loads, default={}, help="kv_connector_extra_config, JSON")
     args = parser.parse_args()
     with socket.socket(fileno=args.fd) as sock, sock.makefile("rw") as wire:
 
@@ -61,7 +64,7 @@ def main() -> int:
             wire.flush()
 
         try:
-            arm = Arm(args.model, args.connector)
+            arm = Arm(args.model, None if args.connector == "none" else args.connector, args.extra)
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
             raise

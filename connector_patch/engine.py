@@ -127,7 +127,8 @@ class Engine:
                         f"only {len(self.recorder.waiting)} of {len(prompts)} requests were scheduled"
                     )
         finally:
-            self.gate.open.set()
+            if barrier:
+                self.gate.open.set()
         for _ in steps:
             pass
         return burst

@@ -47,6 +47,8 @@ class Recorder:
     counts: Counts = field(default_factory=Counts)
     destinations: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Key -> addresses it was loaded to."""
+    complete: list[list[str]] = field(default_factory=list)
+    """The keys of each Get that the store has answered, in that order."""
     gpu_blocks: set[int] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
     """Requests that went through the scheduler with tokens to come from outside."""
@@ -59,6 +61,7 @@ class Recorder:
             counts.addresses = max(map(len, self.destinations.values()), default=0)
             counts.gpu_blocks = len(self.gpu_blocks)
             self.destinations.clear()
+            self.complete.clear()
             self.gpu_blocks.clear()
             self.waiting.clear()
         return counts
@@ -89,22 +92,31 @@ class InstrumentedStore:
             self._recorder.counts.bytes += total
             for key, parts in zip(keys, addresses, strict=True):
                 self._recorder.destinations[key].add(parts[0])
-        self._gate.pass_through(total)
+        self._gate.pass_through(keys, total)
         result: list[int] = self._store.batch_get_into_multi_buffers(keys, addresses, sizes)
+        with self._recorder.lock:
+            self._recorder.complete.append(list(keys))
         return result
 
 
 class Gate:
-    """What stands between a receive thread and the store: nothing, a barrier, or a link's rate."""
+    """What stands between a receive thread and the store: nothing, a barrier, or a link's rate.
+
+    Attributes:
+        open: the barrier; while it is clear, Gets that it concerns wait.
+        concerns: which Gets the barrier holds, by their keys; all of them unless a test narrows it.
+        bytes_per_s: the link's rate; None: no limit.
+    """
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.open.set()
+        self.concerns: Callable[[list[str]], bool] = lambda keys: True
         self.bytes_per_s: float | None = None
         self._turn = threading.Lock()
 
-    def pass_through(self, size: int) -> None:
-        if not self.open.wait(BARRIER_TIMEOUT_S):
+    def pass_through(self, keys: list[str], size: int) -> None:
+        if self.concerns(keys) and not self.open.wait(BARRIER_TIMEOUT_S):
             raise TimeoutError("the barrier was not opened")
         if self.bytes_per_s is not None:
             with self._turn:

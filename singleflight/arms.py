@@ -7,7 +7,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,12 +47,15 @@ class Arm:
 
 
 @contextlib.contextmanager
-def arm(stack: Stack, connector: str) -> Iterator[Arm]:
-    """Start an engine with this connector. It answers `ready` on its own time: call `answer()` first."""
+def arm(stack: Stack, connector: str, extra: Mapping[str, Any] | None = None) -> Iterator[Arm]:
+    """Start an engine with this connector ("none": without one) and `kv_connector_extra_config`.
+
+    It answers `ready` on its own time: call `answer()` first.
+    """
     near, far = socket.socketpair()
     log = stack.folder / f"engine-{connector}-{far.fileno()}.log"
     argv = [sys.executable, "-m", "connector_patch.arm", "--fd", str(far.fileno())]
-    argv += ["--model", str(stack.model), "--connector", connector]
+    argv += ["--model", str(stack.model), "--connector", connector, "--extra", json.dumps(extra or {})]
     env = stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     with near, spawned(argv, env=env, log=log, pass_fds=(far.fileno(),)) as process:
         far.close()

@@ -61,6 +61,16 @@ def demo_command(
         console.stop("the two connectors did not generate the same tokens", console.FAILED)
 
 
+LABELS = {
+    "gets": "Gets",
+    "gpu_blocks": "GPU blocks",
+    "ttft_p50_s": "TTFT p50 (s)",
+    "ttft_p95_s": "TTFT p95 (s)",
+    "ttft_max_s": "TTFT max (s)",
+    "wall_s": "wall (s)",
+}
+
+
 def _demo_table(cells: list[demo.Cell]) -> Table:
     table = Table(
         title=f"One cold prefix of {demo.PREFIX_TOKENS:,} tokens: stock → single-flight"
@@ -69,16 +79,15 @@ def _demo_table(cells: list[demo.Cell]) -> Table:
     table.add_column("")
     for cell in cells:
         table.add_column(f"{cell.requests} requests\n{cell.link}", justify="right")
-    units = {"bytes": (1e-6, "MB"), **dict.fromkeys(demo.TIMED, (1.0, "s"))}
+    scale = {"bytes": 1e-6}
     for name in (*demo.COUNTED, *demo.TIMED):
-        scale, unit = units.get(name, (1.0, ""))
-        form = "{:,.2f}" if unit == "s" else "{:,.0f}"
-        label = name.removesuffix("_s").replace("_", " ").replace("ttft", "TTFT").replace("gpu", "GPU")
+        form = "{:,.2f}" if name in demo.TIMED else "{:,.0f}"
         row = []
         for cell in cells:
-            before, after = (form.format(figures[name] * scale) for figures in (cell.stock, cell.ours))
-            row.append(f"{before} → {after} {unit}".rstrip())
-        table.add_row(label.replace("gets", "Gets"), *row)
+            before, after = (form.format(f[name] * scale.get(name, 1)) for f in (cell.stock, cell.ours))
+            row.append(f"{before} → {after}")
+        label = LABELS.get(name, name.replace("_", " "))
+        table.add_row(f"{label} (MB)" if name == "bytes" else label, *row)
     return table
 
 
@@ -95,7 +104,11 @@ def probe_command(
     else:
         table = Table("", "stock", "single-flight", title=f"{requests} requests, one cold block")
         for name in probe.COUNTED:
-            table.add_row(name.replace("_", " "), str(result.stock[name]), str(result.singleflight[name]))
+            table.add_row(
+                LABELS.get(name, name.replace("_", " ")),
+                str(result.stock[name]),
+                str(result.singleflight[name]),
+            )
         console.out.print(table)
     for problem in result.problems():
         console.err.print(f"[bold red]wrong:[/] {problem}", highlight=False)
@@ -121,8 +134,5 @@ def doctor_command(json: Json = False) -> None:
 
 
 def main() -> None:
-    """Entry point; refuses to run under another package's name."""
-    if says := doctor.foreign_package():
-        console.err.print(f"[bold red]error:[/] {says}", highlight=False, soft_wrap=True)
-        raise SystemExit(console.FAILED)
+    """Called by `connector_patch.command`."""
     app()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from connector_patch.command import foreign_package
+
 from .embedded import EmbeddedError, check_mooncake_imports, master_binary
 
 
@@ -26,19 +28,6 @@ class Finding:
     what: str
     grade: Grade
     says: str
-
-
-def foreign_package() -> str | None:
-    """The sentence about PyPI's unrelated `singleflight`, if that is what the name imports here."""
-    import singleflight
-
-    if getattr(singleflight, "__distribution__", None) == "kv-singleflight":
-        return None
-    where = getattr(singleflight, "__file__", "unknown")
-    return (
-        f"`import singleflight` finds another package ({where}): PyPI's `singleflight` has the same import"
-        " name; `pip uninstall singleflight`, then install kv-singleflight again"
-    )
 
 
 def python() -> Finding:

@@ -240,6 +240,7 @@ class Stack:
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
             "PYTHONHASHSEED": "0",
+            "MC_TCP_BIND_ADDRESS": LOOPBACK,
             "MC_LOG_LEVEL": "ERROR",
             "GLOG_minloglevel": "2",
             **more,
