@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector impor
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreConnectorMetadata
 from vllm.logger import init_logger
 
-from . import compat, config
+from . import compat, config, metrics
 from .attach import AttachScheduler
 from .worker import SingleFlightMetadata, acknowledged, report_failures_per_request
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
         KVConnectorTransferResults,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,6 +68,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             logger.warning("kv-singleflight passes through to the stock connector: %s.", reason)
             return
         self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight.policy)
+        self._deltas = metrics.Deltas(self.attach.table.stats)
         logger.info("kv-singleflight: attach mode is on.")
 
     def get_num_new_matched_tokens(
@@ -107,6 +109,17 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         if self.attach is not None:
             self.attach.reset()
         return super().reset_cache()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return super().get_kv_connector_stats() if self.attach is None else self._deltas.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return metrics.SingleFlightStats(data=data) if data is not None else metrics.SingleFlightStats()
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
+        return metrics.SingleFlightPromMetrics(*arguments)
 
     # -- worker side -------------------------------------------------------------------------------------
 
