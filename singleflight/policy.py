@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 
 
@@ -37,7 +37,7 @@ class Policy:
             ok = (
                 isinstance(value, int if whole else (int, float))
                 and not isinstance(value, bool)
-                and math.isfinite(value)
+                and abs(value) <= sys.float_info.max  # refuses NaN and infinities too
                 and (value > 0 if field.name in ("deadline_base_s", "max_blocks") else value >= 0)
             )
             if not ok:
