@@ -123,18 +123,19 @@ class PendingBlockTable:
 
         Hashes that are already pending stay with their flight. Returns None where the flight is not
         registered (table full, or the request goes alone): the load then runs as in stock vLLM.
-        Raises ValueError if the request already leads, or if the lengths differ.
+        Raises ValueError, and changes nothing, if the request already leads, if the lengths differ, or if
+        there is nothing to lead.
         """
         if request in self._leads:
             raise ValueError(f"{request!r} already leads {self._leads[request]!r}")
+        flight = Flight(self._generation + 1, request, hashes, destination, now, miss)
         if not self.may_join(request, now):
             self.stats.alone += 1
             return None
         if len(self._pending) + len(hashes) > self.policy.max_blocks:
             self.stats.unregistered += 1
             return None
-        self._generation += 1
-        flight = Flight(self._generation, request, hashes, destination, now, miss)
+        self._generation = flight.generation
         self._flights[flight.generation] = flight
         self._leads[request] = flight
         for index, block_hash in enumerate(flight.hashes):

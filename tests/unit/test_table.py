@@ -104,6 +104,19 @@ class TestLead:
         world.table.land(flight.generation)
         assert world.lead("L", [2]) is not None
 
+    @pytest.mark.parametrize("full", [False, True])
+    @pytest.mark.parametrize(("hashes", "destination"), [([5, 6], ["d"]), ([], [])])
+    def test_a_malformed_load_is_refused_whether_or_not_there_is_room(
+        self, world_with, full, hashes, destination
+    ):
+        world = world_with(max_blocks=1)
+        if full:
+            world.lead("L", [1])
+        before = world.picture()
+        with pytest.raises(ValueError, match=r"destinations|at least one block"):
+            world.table.lead("M", hashes, destination, world.now)
+        assert world.picture() == before
+
     def test_a_full_table_takes_no_flight_and_keeps_no_trace_of_it(self, world_with):
         """Hazard J2: the bound is a bound, and what is over it loads as in stock vLLM."""
         world = world_with(max_blocks=8)
