@@ -153,7 +153,7 @@ class PendingBlockTable:
         """
         if not segments:
             raise ValueError("nothing to attach to")
-        if any(not s.flight.joinable or s.flight.leader == request for s in segments):
+        if any(not s.flight.joinable or s.flight is self._leads.get(request) for s in segments):
             raise ValueError(f"{request!r} cannot join {[s.flight for s in segments]!r}")
         if self.waiting(request):
             raise ValueError(f"{request!r} waits already")

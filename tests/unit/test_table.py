@@ -235,6 +235,14 @@ class TestAttach:
             world.join("F", [1])
         assert world.picture() == before
 
+    def test_a_client_retries_an_aborted_leader_under_the_same_id(self, world, ready):
+        """The orphan is nobody's own flight any more: the retry joins it like anyone else."""
+        flight = world.lead("L", [1])
+        world.table.leave("L")
+        world.join("L", [1])
+        assert world.table.land(flight.generation) == [Publish(flight), *ready("L")]
+        assert world.leftovers() == []
+
 
 class TestMayJoin:
     def test_a_stranger_may(self, world):

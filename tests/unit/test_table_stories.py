@@ -1,11 +1,12 @@
 """Cohorts from beginning to end: stampedes, hand-overs, leaks."""
 
+import random
 from collections import Counter
 from itertools import permutations
 
 import pytest
 
-from singleflight.table import Publish
+from singleflight.table import Left, Publish
 
 
 def come_back(world, request: str, block: int) -> str:
@@ -66,3 +67,42 @@ def test_interleaved_members_release_only_their_own_reference(world, order, canc
         still = [r for r in wants if r not in order[:n]]
         for block, flight in enumerate(flights):
             assert list(flight.followers) == [r for r in still if block in wants[r]]
+
+
+def test_ten_thousand_random_steps_leave_nothing_behind(world):
+    """Hazards D2, F3, J1: whatever the order, every attach has one outcome and memory returns to zero."""
+    rng = random.Random(20)
+    table, attached, left = world.table, Counter(), Counter()
+
+    def note(effects):
+        left.update(e.request for e in effects if isinstance(e, Left))
+
+    for _ in range(10_000):
+        world.now += rng.random() / 2
+        request = f"r{rng.randrange(40)}"
+        first = rng.randrange(12)
+        prompt = list(range(first, first + rng.randrange(1, 8)))
+        note(table.expire(world.now))
+        match rng.randrange(7):
+            case 0 | 1 if table.leads(request) is None:
+                world.lead(request, prompt)
+            case 2 | 3 if not table.waiting(request) and table.may_join(request, world.now):
+                segments = [s for s in world.run(prompt) if s.flight is not table.leads(request)]
+                if segments:
+                    table.attach(request, segments, world.now)
+                    attached[request] += 1
+            case 4 | 6:
+                note(table.leave(request))
+            case 5 if table._flights:
+                report = rng.choice([table.land, table.land, table.fail])
+                note(report(rng.choice(list(table._flights))))
+            case _ if rng.random() < 0.02:
+                note(table.reset())
+    assert min(world.stats.ready, world.stats.cancelled, *world.stats.fell_back.values()) > 20
+    for generation in list(table._flights):
+        note(table.land(generation))
+    for n in range(40):
+        note(table.leave(f"r{n}"))
+    assert left == attached
+    assert world.leftovers() == []
+    assert world.stats.flights == world.stats.landed + world.stats.failed == sum(world.stats.fan_in.values())
