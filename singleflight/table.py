@@ -220,7 +220,7 @@ class PendingBlockTable:
 
     def fail(self, generation: int) -> list[Effect]:
         """The load of this flight failed, in whole or in part: every follower falls back."""
-        flight = self._end(generation)
+        flight = self._end(generation, failed=True)
         if flight is None:
             return []
         flight.apply(Event.FAIL)
@@ -263,7 +263,7 @@ class PendingBlockTable:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _end(self, generation: int) -> Flight | None:
+    def _end(self, generation: int, failed: bool = False) -> Flight | None:
         flight = self._flights.pop(generation, None)
         if flight is None:
             self.stats.stale_reports += 1
@@ -271,6 +271,8 @@ class PendingBlockTable:
         self._unlist(flight)
         if self._leads.get(flight.leader) is flight:
             del self._leads[flight.leader]
+            if failed and (member := self._members.get(flight.leader)) is not None:
+                member.handovers += 1  # as for its followers: or it could lead a broken key for ever
         self.stats.fan_in[flight.fan_in] += 1
         return flight
 

@@ -260,6 +260,25 @@ class TestMayJoin:
         assert world.lead("F", [1]) is None
         assert (world.stats.alone, world.table.find(1)) == (1, None)
 
+    def test_leading_again_and_failing_uses_up_a_hand_over_like_following(self, world, leader_failed):
+        """No endless loop: whoever re-leads a broken key goes alone no later than its followers."""
+        first = world.lead("L", [1])
+        world.join("F", [1])
+        world.join("G", [1])
+        assert world.table.fail(first.generation) == leader_failed("F", "G")
+        second = world.lead("F", [1])
+        world.join("G", [1])
+        assert world.table.fail(second.generation) == leader_failed("G")
+        assert not world.table.may_join("F", world.now)
+        assert not world.table.may_join("G", world.now)
+
+    def test_a_broken_orphan_counts_only_once_against_a_retry_under_its_leaders_id(self, world):
+        flight = world.lead("L", [1])
+        world.table.leave("L")
+        world.join("L", [1])
+        world.table.fail(flight.generation)
+        assert world.table.may_join("L", world.now)
+
     def test_until_its_deadline_to_the_last_instant(self, world):
         flight = world.lead("L", [1])
         world.join("F", [1])

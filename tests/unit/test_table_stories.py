@@ -39,6 +39,14 @@ class TestNeverAStampede:
         assert world.table.land(flight.generation) == [Publish(flight), *ready(*cohort[1:])]
         assert world.stats.flights == 2
 
+    def test_a_key_that_always_fails_costs_two_shared_loads_then_everyone_goes_alone(self, world, cohort):
+        world.table.fail(1)
+        first_round = Counter(come_back(world, f, 1) for f in cohort)
+        world.table.fail(2)
+        second_round = Counter(come_back(world, f, 1) for f in cohort)
+        assert (first_round, second_round) == ({"leads": 1, "attached": 31}, {"alone": 32})
+        assert (world.stats.flights, world.stats.alone) == (2, 32)
+
     def test_the_new_leader_is_aborted_too(self, world, cohort, ready):
         world.table.fail(1)
         for follower in cohort:
