@@ -147,7 +147,8 @@ class PendingBlockTable:
     def attach(self, request: Hashable, segments: Sequence[Segment], now: float) -> None:
         """Make `request` a follower of each segment's flight, until all of them have landed.
 
-        The deadline runs from the first attachment and a hand-over does not restart it.
+        The deadline runs from the first attachment, allows for all blocks of these flights, since a block
+        is ready when its whole flight is, and is not restarted by a hand-over.
         Raises ValueError, and changes nothing, if there is nothing to attach to, if a flight can no
         longer be joined, if the request leads one of them, waits already, or goes alone.
         """
@@ -162,7 +163,8 @@ class PendingBlockTable:
         blocks = sum(s.length for s in segments)
         member = self._members.get(request)
         if member is None:
-            member = self._members[request] = _Member(now + self.policy.budget_s(blocks))
+            size = sum(len(flight.hashes) for flight in {s.flight for s in segments})
+            member = self._members[request] = _Member(now + self.policy.budget_s(size))
         for segment in segments:
             flight = segment.flight
             if flight.generation not in member.waits_for:

@@ -224,6 +224,20 @@ class TestExpire:
         assert (len(world.table), world.stats.overdue) == (0, 1)
         assert world.table.expire(deadline) == world.table.expire(deadline + 1000) == []
 
+    def test_a_small_share_of_a_long_load_waits_as_long_as_the_load_may_take(self, world):
+        """Blocks become ready with their whole flight, so its size sets the budget, not the follower's."""
+        flight = world.lead("L", blocks(1, 40))
+        world.join("F", blocks(1, 2))
+        assert world.expire(17.75) == []
+        assert flight.joinable
+        assert len(world.expire(0.25)) == 1
+
+    def test_flights_of_one_run_add_up_and_each_counts_once(self, world):
+        world.lead("A", blocks(1, 4))
+        world.lead("B", blocks(5, 12))
+        world.join("F", [1, 3, 4, 5])  # two segments of A and one of B
+        assert [len(world.expire(after)) for after in (10.75, 0.25)] == [0, 1]
+
     def test_a_hand_over_does_not_restart_the_deadline(self, world, leader_failed, too_late):
         first = world.lead("L", [1])
         world.join("F", [1])
