@@ -1,6 +1,7 @@
 """A small world around the table: a clock that only tests move, and one way to lead and to join."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
@@ -39,6 +40,14 @@ class World:
         """All that the table knows, as text; equal pictures mean that nothing has changed."""
         known = self.table._flights.values()
         return repr((vars(self.table), [[getattr(f, slot) for slot in Flight.__slots__] for f in known]))
+
+    @contextmanager
+    def refuses(self, says: str) -> Iterator[None]:
+        """The call raises ValueError with these words, and changes nothing."""
+        before = self.picture()
+        with pytest.raises(ValueError, match=says):
+            yield
+        assert self.picture() == before
 
     def leftovers(self) -> list[str]:
         """Containers that are not empty."""
