@@ -123,18 +123,19 @@ class PendingBlockTable:
 
         Hashes that are already pending stay with their flight. Returns None where the flight is not
         registered (table full, or the request goes alone): the load then runs as in stock vLLM.
-        Raises ValueError if the request already leads, or if the lengths differ.
+        Raises ValueError, and changes nothing, if the request already leads, if the lengths differ, or if
+        there is nothing to lead.
         """
         if request in self._leads:
             raise ValueError(f"{request!r} already leads {self._leads[request]!r}")
+        flight = Flight(self._generation + 1, request, hashes, destination, now, miss)
         if not self.may_join(request, now):
             self.stats.alone += 1
             return None
         if len(self._pending) + len(hashes) > self.policy.max_blocks:
             self.stats.unregistered += 1
             return None
-        self._generation += 1
-        flight = Flight(self._generation, request, hashes, destination, now, miss)
+        self._generation = flight.generation
         self._flights[flight.generation] = flight
         self._leads[request] = flight
         for index, block_hash in enumerate(flight.hashes):
@@ -146,13 +147,14 @@ class PendingBlockTable:
     def attach(self, request: Hashable, segments: Sequence[Segment], now: float) -> None:
         """Make `request` a follower of each segment's flight, until all of them have landed.
 
-        The deadline runs from the first attachment and a hand-over does not restart it.
+        The deadline runs from the first attachment, allows for all blocks of these flights, since a block
+        is ready when its whole flight is, and is not restarted by a hand-over.
         Raises ValueError, and changes nothing, if there is nothing to attach to, if a flight can no
         longer be joined, if the request leads one of them, waits already, or goes alone.
         """
         if not segments:
             raise ValueError("nothing to attach to")
-        if any(not s.flight.joinable or s.flight.leader == request for s in segments):
+        if any(not s.flight.joinable or s.flight is self._leads.get(request) for s in segments):
             raise ValueError(f"{request!r} cannot join {[s.flight for s in segments]!r}")
         if self.waiting(request):
             raise ValueError(f"{request!r} waits already")
@@ -161,7 +163,8 @@ class PendingBlockTable:
         blocks = sum(s.length for s in segments)
         member = self._members.get(request)
         if member is None:
-            member = self._members[request] = _Member(now + self.policy.budget_s(blocks))
+            size = sum(len(flight.hashes) for flight in {s.flight for s in segments})
+            member = self._members[request] = _Member(now + self.policy.budget_s(size))
         for segment in segments:
             flight = segment.flight
             if flight.generation not in member.waits_for:
@@ -219,7 +222,7 @@ class PendingBlockTable:
 
     def fail(self, generation: int) -> list[Effect]:
         """The load of this flight failed, in whole or in part: every follower falls back."""
-        flight = self._end(generation)
+        flight = self._end(generation, failed=True)
         if flight is None:
             return []
         flight.apply(Event.FAIL)
@@ -262,7 +265,7 @@ class PendingBlockTable:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _end(self, generation: int) -> Flight | None:
+    def _end(self, generation: int, failed: bool = False) -> Flight | None:
         flight = self._flights.pop(generation, None)
         if flight is None:
             self.stats.stale_reports += 1
@@ -270,6 +273,8 @@ class PendingBlockTable:
         self._unlist(flight)
         if self._leads.get(flight.leader) is flight:
             del self._leads[flight.leader]
+            if failed and (member := self._members.get(flight.leader)) is not None:
+                member.handovers += 1  # as for its followers: or it could lead a broken key for ever
         self.stats.fan_in[flight.fan_in] += 1
         return flight
 
