@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from singleflight.policy import Policy
 from singleflight.stats import Outcome, Reason
-from singleflight.table import Effect, Left, PendingBlockTable, Publish, Segment
+from singleflight.table import Left, PendingBlockTable, Publish, Segment
 
 from . import allocation
 
@@ -44,6 +44,8 @@ class Plan:
     """Tokens in the adopted blocks."""
     external_tokens: int
     """Adopted and own external tokens together: what vLLM was told."""
+    made_at: float
+    """When the table was asked; the claim in the same pass is made as of then."""
     allocated: bool = False
 
     def still_valid(self) -> bool:
@@ -110,10 +112,11 @@ class AttachScheduler:
         self._plans.pop(request_id, None)
         if request_id in self._no_load or request.skip_reading_prefix_cache:
             return 0, False
+        now = self._clock()
         first = num_local_tokens // self._block_size
         # The last token is always computed, so a prompt of full blocks adopts all but its last.
         stop = min(len(request.block_hashes), (request.num_tokens - 1) // self._block_size)
-        blocks, segments = self._adoptable(request, first, stop)
+        blocks, segments = self._adoptable(request, first, stop, now)
         if not segments:
             return self._stock.get_num_new_matched_tokens(request, num_local_tokens)
 
@@ -127,7 +130,7 @@ class AttachScheduler:
         if not own:
             self._stock.load_specs.pop(request_id, None)
         tokens = len(blocks) * self._block_size
-        self._plans[request_id] = Plan(blocks, segments, tokens, tokens + own)
+        self._plans[request_id] = Plan(blocks, segments, tokens, tokens + own, now)
         return tokens + own, True
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -139,7 +142,7 @@ class AttachScheduler:
         self._stock.update_state_after_alloc(request, blocks, num_external_tokens - adopted)
         if num_external_tokens == 0:
             return
-        now = self._clock()
+        now = plan.made_at if plan is not None else self._clock()
         pending = self._pending[request.request_id] = _Pending(request)
         if plan is not None:
             self.table.attach(request.request_id, plan.segments, now)
@@ -162,7 +165,7 @@ class AttachScheduler:
         """Before vLLM reads `out.finished_recving`: land and fail flights, then decide who is finished."""
         reported = set(out.finished_recving or ())
         touched = set(reported)
-        effects: list[Effect] = []
+        effects: list[Left] = []
         for request_id in sorted(reported):
             pending = self._pending.get(request_id)
             if pending is None:
@@ -176,8 +179,7 @@ class AttachScheduler:
                 self._no_load.add(request_id)
                 effects += self.table.detach(request_id)
             if pending.generation is not None:
-                end = self.table.fail if failed else self.table.land
-                effects += end(pending.generation)
+                effects += self.table.fail(pending.generation) if failed else self._land(pending)
                 pending.generation = None
         touched |= self._carry_out(effects)
         # Not ours to hold: reports of requests without a record stay as they are.
@@ -206,11 +208,13 @@ class AttachScheduler:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _adoptable(self, request: Request, first: int, stop: int) -> tuple[list[KVCacheBlock], list[Segment]]:
+    def _adoptable(
+        self, request: Request, first: int, stop: int, now: float
+    ) -> tuple[list[KVCacheBlock], list[Segment]]:
         """The run of blocks from `first` that are pending, or are cached behind pending ones."""
         blocks: list[KVCacheBlock] = []
         segments: list[Segment] = []
-        if not len(self.table) or not self.table.may_join(request.request_id, self._clock()):
+        if not len(self.table) or not self.table.may_join(request.request_id, now):
             return blocks, segments
         hashes = request.block_hashes
         i = first
@@ -249,17 +253,21 @@ class AttachScheduler:
         )
         pending.generation = flight.generation if flight is not None else None
 
-    def _carry_out(self, effects: Iterable[Effect]) -> set[str]:
-        """Do what the table says; returns the requests that left it."""
-        left: set[str] = set()
-        for effect in effects:
+    def _land(self, leader: _Pending) -> list[Left]:
+        """The leader's load is complete: publish its blocks, if they may be; its followers leave."""
+        left: list[Left] = []
+        assert leader.generation is not None
+        for effect in self.table.land(leader.generation):
             if isinstance(effect, Publish):
-                # At once and by the leader's name, before vLLM frees an aborted leader's blocks.
-                leader = self._pending[str(effect.flight.leader)]
+                # At once, before vLLM frees an aborted leader's blocks.
                 self._manager.cache_blocks(leader.request, leader.loaded_tokens)
             else:
-                left.add(self._let_go(effect))
+                left.append(effect)
         return left
+
+    def _carry_out(self, effects: Iterable[Left]) -> set[str]:
+        """Let go of requests that left the table; returns them."""
+        return {self._let_go(effect) for effect in effects}
 
     def _let_go(self, effect: Left) -> str:
         request_id = str(effect.request)

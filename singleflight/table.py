@@ -90,8 +90,7 @@ class PendingBlockTable:
         while i < stop and (found := self._pending.get(hashes[i])) is not None:
             flight, first = found
             count = 1
-            limit = min(stop - i, len(flight.hashes) - first)
-            while count < limit and self._pending.get(hashes[i + count]) == (flight, first + count):
+            while i + count < stop and self._pending.get(hashes[i + count]) == (flight, first + count):
                 count += 1
             segments.append(Segment(flight, first, count))
             i += count
@@ -175,13 +174,13 @@ class PendingBlockTable:
         self.stats.attached += 1
         self.stats.blocks_adopted += blocks
 
-    def leave(self, request: Hashable) -> list[Effect]:
+    def leave(self, request: Hashable) -> list[Left]:
         """The request is gone (finished or aborted): forget it.
 
         As a follower it is CANCELLED and drops only its own references. A flight that it leads is
         orphaned: the load runs on and followers finish. Unknown requests are fine.
         """
-        effects: list[Effect] = []
+        effects: list[Left] = []
         member = self._members.get(request)
         if member is not None and member.waits_for:
             effects.append(self._release(request, Outcome.CANCELLED))
@@ -193,7 +192,7 @@ class PendingBlockTable:
             flight.apply(Event.LEADER_LEFT)
         return effects
 
-    def detach(self, request: Hashable) -> list[Effect]:
+    def detach(self, request: Hashable) -> list[Left]:
         """The request stops waiting, but lives on: its own load failed, so it starts again anyway."""
         return [self._release(request, Outcome.CANCELLED)] if self.waiting(request) else []
 
@@ -220,7 +219,7 @@ class PendingBlockTable:
                 effects.append(Left(request, Outcome.READY))
         return effects
 
-    def fail(self, generation: int) -> list[Effect]:
+    def fail(self, generation: int) -> list[Left]:
         """The load of this flight failed, in whole or in part: every follower falls back."""
         flight = self._end(generation, failed=True)
         if flight is None:
@@ -231,7 +230,7 @@ class PendingBlockTable:
 
     # -- what time and operators do ----------------------------------------------------------------------
 
-    def expire(self, now: float) -> list[Effect]:
+    def expire(self, now: float) -> list[Left]:
         """Followers whose deadline has passed fall back; the flights they waited for become overdue.
 
         Overdue, not removed: the load still runs into its blocks. But nobody new joins it, and the next
@@ -239,7 +238,7 @@ class PendingBlockTable:
         """
         if now < self._next_deadline:
             return []
-        effects: list[Effect] = []
+        effects: list[Left] = []
         waiting = [(request, member) for request, member in self._members.items() if member.waits_for]
         for request, member in waiting:
             if member.deadline <= now:
@@ -252,9 +251,9 @@ class PendingBlockTable:
         self._next_deadline = min((m.deadline for _, m in waiting if m.waits_for), default=math.inf)
         return effects
 
-    def reset(self) -> list[Effect]:
+    def reset(self) -> list[Left]:
         """The caches are being reset: no flight in the air may be joined or published any more."""
-        effects: list[Effect] = []
+        effects: list[Left] = []
         for flight in self._flights.values():
             if flight.state is not State.DISCARDED:
                 self.stats.discarded += 1
@@ -283,7 +282,7 @@ class PendingBlockTable:
             if self._pending.get(block_hash) == (flight, index):
                 del self._pending[block_hash]
 
-    def _release_followers(self, flight: Flight, reason: Reason) -> list[Effect]:
+    def _release_followers(self, flight: Flight, reason: Reason) -> list[Left]:
         return [self._release(request, Outcome.FELL_BACK, reason) for request in list(flight.followers)]
 
     def _release(self, request: Hashable, outcome: Outcome, reason: Reason | None = None) -> Left:
