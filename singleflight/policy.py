@@ -22,6 +22,10 @@ class Policy:
     """Further seconds for each block of the flights it waits for, however few of them it adopts, so that
     a long load is not mistaken for a dead one: a 2 MiB block at 40 MB/s. At least 0."""
 
+    deadline_learned_factor: float = 0.0
+    """If above 0, wait at least this many times the longest load observed lately: for stores where loads
+    queue for longer than the base. 0, since a deadline that is known beforehand is easier to trust."""
+
     max_handovers: int = 1
     """How often one request may lead or attach again after a flight it waited for has failed; then it
     goes alone. One try rescues a cohort from one bad leader; more would chase a broken key (hazard E7)."""

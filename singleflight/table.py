@@ -19,6 +19,10 @@ from .policy import Policy
 from .stats import Outcome, Reason, Stats
 
 
+FORGETTING = 0.9
+"""What is left of the longest observed load after each shorter one: it halves in seven."""
+
+
 class Segment(NamedTuple):
     """Blocks [start, start + length) of one flight."""
 
@@ -67,6 +71,7 @@ class PendingBlockTable:
         self._flights: dict[int, Flight] = {}
         self._leads: dict[Hashable, Flight] = {}
         self._members: dict[Hashable, _Member] = {}
+        self._slowest_s = 0.0  # the longest load lately, forgotten a little with every shorter one
         self._next_deadline = math.inf  # never later than the earliest deadline of a waiting member
         self._generation = 0
 
@@ -100,6 +105,11 @@ class PendingBlockTable:
         """False once the request has used up its hand-overs or its deadline: it goes alone."""
         member = self._members.get(request)
         return member is None or (member.handovers <= self.policy.max_handovers and now < member.deadline)
+
+    def budget_s(self, blocks: int) -> float:
+        """Seconds from attach to ready for flights of `blocks` blocks together: the policy's, or more where
+        loads have taken long lately and the policy asks to learn from that."""
+        return max(self.policy.budget_s(blocks), self.policy.deadline_learned_factor * self._slowest_s)
 
     def leads(self, request: Hashable) -> Flight | None:
         return self._leads.get(request)
@@ -143,11 +153,14 @@ class PendingBlockTable:
         self.stats.blocks_led += len(flight.hashes)
         return flight
 
-    def attach(self, request: Hashable, segments: Sequence[Segment], now: float) -> None:
+    def attach(
+        self, request: Hashable, segments: Sequence[Segment], now: float, *, deadline: float | None = None
+    ) -> None:
         """Make `request` a follower of each segment's flight, until all of them have landed.
 
-        The deadline runs from the first attachment, allows for all blocks of these flights, since a block
-        is ready when its whole flight is, and is not restarted by a hand-over.
+        `deadline` is a time on the driver's clock; without one it is `now` plus the budget for all blocks of
+        these flights, since a block is ready when its whole flight is. It counts from the first attachment,
+        and a hand-over does not restart it.
         Raises ValueError, and changes nothing, if there is nothing to attach to, if a flight can no
         longer be joined, if the request leads one of them, waits already, or goes alone.
         """
@@ -163,7 +176,8 @@ class PendingBlockTable:
         member = self._members.get(request)
         if member is None:
             size = sum(len(flight.hashes) for flight in {s.flight for s in segments})
-            member = self._members[request] = _Member(now + self.policy.budget_s(size))
+            until = now + self.budget_s(size) if deadline is None else deadline
+            member = self._members[request] = _Member(until)
         for segment in segments:
             flight = segment.flight
             if flight.generation not in member.waits_for:
@@ -198,14 +212,16 @@ class PendingBlockTable:
 
     # -- what loads do -----------------------------------------------------------------------------------
 
-    def land(self, generation: int) -> list[Effect]:
+    def land(self, generation: int, now: float | None = None) -> list[Effect]:
         """The load of this flight is complete: publish it, and release followers it was the last for.
 
-        A flight that a reset has discarded is not published.
+        A flight that a reset has discarded is not published. With `now`, deadlines learn how long it took.
         """
         flight = self._end(generation)
         if flight is None:
             return []
+        if now is not None:
+            self._slowest_s = max(now - flight.started, self._slowest_s * FORGETTING)
         effects: list[Effect] = [] if flight.state is State.DISCARDED else [Publish(flight)]
         flight.apply(Event.LAND)
         self.stats.landed += 1
@@ -231,7 +247,7 @@ class PendingBlockTable:
     # -- what time and operators do ----------------------------------------------------------------------
 
     def expire(self, now: float) -> list[Left]:
-        """Followers whose deadline has passed fall back; the flights they waited for become overdue.
+        """Followers whose deadline has passed fall back; flights that have outlived their budget are overdue.
 
         Overdue, not removed: the load still runs into its blocks. But nobody new joins it, and the next
         request for these blocks may lead (hazard H4). Costs one comparison while nothing is due.
@@ -243,13 +259,20 @@ class PendingBlockTable:
         for request, member in waiting:
             if member.deadline <= now:
                 for flight in member.waits_for.values():
-                    if flight.joinable:
-                        self.stats.overdue += 1
-                        self._unlist(flight)
-                        flight.apply(Event.OVERDUE)
+                    self._judge(flight, now)
                 effects.append(self._release(request, Outcome.FELL_BACK, Reason.DEADLINE))
         self._next_deadline = min((m.deadline for _, m in waiting if m.waits_for), default=math.inf)
         return effects
+
+    def expire_one(self, request: Hashable, now: float) -> list[Left]:
+        """This request waits no longer: for a driver with a timer for each one. O(1) in requests."""
+        member = self._members.get(request)
+        flights = list(member.waits_for.values()) if member is not None else []
+        if request in self._leads:
+            flights.append(self._leads[request])
+        for flight in flights:
+            self._judge(flight, now)
+        return [self._release(request, Outcome.FELL_BACK, Reason.DEADLINE)] if self.waiting(request) else []
 
     def reset(self) -> list[Left]:
         """The caches are being reset: no flight in the air may be joined or published any more."""
@@ -276,6 +299,14 @@ class PendingBlockTable:
                 member.handovers += 1  # as for its followers: or it could lead a broken key for ever
         self.stats.fan_in[flight.fan_in] += 1
         return flight
+
+    def _judge(self, flight: Flight, now: float) -> None:
+        """A flight that a follower gave up is overdue once it has run for the budget of its own size: a
+        follower in a hurry, or with little time left after a hand-over, does not speak for all (J2)."""
+        if flight.joinable and flight.started + self.budget_s(len(flight.hashes)) <= now:
+            self.stats.overdue += 1
+            self._unlist(flight)
+            flight.apply(Event.OVERDUE)
 
     def _unlist(self, flight: Flight) -> None:
         for index, block_hash in enumerate(flight.hashes):
