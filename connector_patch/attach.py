@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from singleflight.policy import Policy
 from singleflight.stats import Outcome, Reason
 from singleflight.table import Left, PendingBlockTable, Publish, Segment
 
 from . import allocation
+from .config import Config, OnDeadline
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
@@ -84,10 +84,11 @@ class AttachScheduler:
         self,
         stock: MooncakeStoreScheduler,
         manager: KVCacheManager,
-        policy: Policy,
+        config: Config,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.table = PendingBlockTable(policy)
+        self.table = PendingBlockTable(config.policy)
+        self._on_deadline = config.on_deadline
         self._stock = stock
         self._manager = manager
         self._pool = manager.block_pool
@@ -202,8 +203,13 @@ class AttachScheduler:
             self._acknowledge_if_settled(request_id, pending)
 
     def reset(self) -> None:
-        """The caches are being reset: what is in the air is neither joined nor published any more."""
+        """The caches are being reset: nothing that is in the air may be served afterwards.
+
+        Followers fall back; so do leaders, once nothing writes into their blocks any more.
+        """
         self._plans.clear()
+        for pending in self._pending.values():
+            pending.fell_back = True
         self._carry_out(self.table.reset())
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -257,7 +263,7 @@ class AttachScheduler:
         """The leader's load is complete: publish its blocks, if they may be; its followers leave."""
         left: list[Left] = []
         assert leader.generation is not None
-        for effect in self.table.land(leader.generation):
+        for effect in self.table.land(leader.generation, self._clock()):
             if isinstance(effect, Publish):
                 # At once, before vLLM frees an aborted leader's blocks.
                 self._manager.cache_blocks(leader.request, leader.loaded_tokens)
@@ -275,9 +281,14 @@ class AttachScheduler:
         pending.waiting = False
         if effect.outcome is Outcome.FELL_BACK:
             pending.fell_back = True
-            if effect.reason is Reason.DEADLINE or not self.table.may_join(request_id, self._clock()):
-                # A stalled load path would stall its own Get too; and a request that has used up its
-                # hand-overs must not start a stampede: both compute the prefix locally.
+            late = effect.reason is Reason.DEADLINE
+            if (
+                self._on_deadline is OnDeadline.RECOMPUTE
+                if late
+                else not self.table.may_join(request_id, self._clock())
+            ):
+                # Late: a stalled load path would stall its own Get too. Out of hand-overs: its own Get
+                # would be one of a stampede. Both compute the prefix locally.
                 self._no_load.add(request_id)
         self._acknowledge_if_settled(request_id, pending)
         return request_id

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from singleflight.policy import Policy
 
+Choice = TypeVar("Choice", bound=Enum)
 WHERE = "kv_connector_extra_config.singleflight"
 
 
@@ -21,11 +22,29 @@ class Mode(Enum):
     """Followers adopt the leader's pending GPU blocks."""
 
 
+class OnDeadline(Enum):
+    """Where a follower goes whose deadline has passed."""
+
+    RECOMPUTE = "recompute"
+    """Compute the prefix locally: a stalled load path would stall its own Get too."""
+    LOAD = "load"
+    """Load for itself, as the stock connector would have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     # Off until a workload has shown that it pays: whoever wants it says so.
     mode: Mode = Mode.OFF
+    on_deadline: OnDeadline = OnDeadline.RECOMPUTE
     policy: Policy = field(default_factory=Policy)
+
+
+def _choice(given: Mapping[str, Any], key: str, default: Choice) -> Choice:
+    value = given.get(key, default.value)
+    accepted = [choice.value for choice in type(default)]
+    if value not in accepted:
+        raise ValueError(f"{WHERE}.{key}: {value!r} is not accepted; give one of {', '.join(accepted)}")
+    return type(default)(value)
 
 
 def parse(given: Any) -> Config:
@@ -38,16 +57,14 @@ def parse(given: Any) -> Config:
     if not isinstance(given, Mapping):
         raise ValueError(f'{WHERE}: {given!r} is not accepted; give an object such as {{"mode": "attach"}}')
     policy_keys = [f.name for f in fields(Policy)]
-    accepted = ["mode", *policy_keys]
+    accepted = ["mode", "on_deadline", *policy_keys]
     for key in given:
         if key not in accepted:
             raise ValueError(f"{WHERE}.{key}: unknown key; accepted are {', '.join(accepted)}")
-    mode = given.get("mode", Mode.OFF.value)
-    modes = [m.value for m in Mode]
-    if mode not in modes:
-        raise ValueError(f"{WHERE}.mode: {mode!r} is not accepted; give one of {', '.join(modes)}")
+    mode = _choice(given, "mode", Mode.OFF)
+    on_deadline = _choice(given, "on_deadline", OnDeadline.RECOMPUTE)
     try:
         policy = Policy(**{key: given[key] for key in policy_keys if key in given})
     except ValueError as error:
         raise ValueError(f"{WHERE}.{error}") from None
-    return Config(Mode(mode), policy)
+    return Config(mode, on_deadline, policy)

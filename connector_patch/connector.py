@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from . import compat, config, metrics
 from .attach import AttachScheduler
-from .worker import SingleFlightMetadata, acknowledged, report_failures_per_request
+from .worker import SingleFlightMetadata, acknowledged, harden
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +67,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             self.passes_through = reason
             logger.warning("kv-singleflight passes through to the stock connector: %s.", reason)
             return
-        self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight.policy)
+        self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight)
         self._deltas = metrics.Deltas(self.attach.table.stats)
         logger.info("kv-singleflight: attach mode is on.")
 
@@ -126,7 +126,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if isinstance(self._get_connector_metadata(), SingleFlightMetadata):
             assert self.connector_worker is not None
-            report_failures_per_request(self.connector_worker)
+            harden(self.connector_worker)
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

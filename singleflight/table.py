@@ -18,7 +18,6 @@ from .flight import Event, Flight, State
 from .policy import Policy
 from .stats import Outcome, Reason, Stats
 
-
 FORGETTING = 0.9
 """What is left of the longest observed load after each shorter one: it halves in seven."""
 

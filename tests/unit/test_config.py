@@ -9,12 +9,17 @@ from singleflight.policy import Policy
 
 
 def test_without_configuration_it_is_off() -> None:
-    assert config.parse(None) == config.parse({}) == config.Config(config.Mode.OFF, Policy())
+    assert (
+        config.parse(None)
+        == config.parse({})
+        == config.Config(config.Mode.OFF, config.OnDeadline.RECOMPUTE, Policy())
+    )
 
 
 def test_every_policy_field_can_be_given() -> None:
-    parsed = config.parse({"mode": "attach", "deadline_base_s": 1, "max_blocks": 7})
-    assert parsed == config.Config(config.Mode.ATTACH, Policy(deadline_base_s=1, max_blocks=7))
+    parsed = config.parse({"mode": "attach", "on_deadline": "load", "deadline_base_s": 1, "max_blocks": 7})
+    policy = Policy(deadline_base_s=1, max_blocks=7)
+    assert parsed == config.Config(config.Mode.ATTACH, config.OnDeadline.LOAD, policy)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +31,8 @@ def test_every_policy_field_can_be_given() -> None:
         ),
         (
             {"mdoe": "attach"},
-            "kv_connector_extra_config.singleflight.mdoe: unknown key; accepted are mode, deadline_base_s,"
-            " deadline_per_block_s, max_handovers, max_blocks",
+            "kv_connector_extra_config.singleflight.mdoe: unknown key; accepted are mode, on_deadline,"
+            " deadline_base_s, deadline_per_block_s, deadline_learned_factor, max_handovers, max_blocks",
         ),
         (
             {"mode": "attach", "deadline_base_s": "10"},
