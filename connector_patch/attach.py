@@ -176,7 +176,7 @@ class AttachScheduler:
                 continue
             pending.loading = False
             failed = request_id in out.failed_recving
-            if failed:
+            if failed and not pending.gone:  # under policy "fail" vLLM has finished it by now
                 self._no_load.add(request_id)
                 effects += self.table.detach(request_id)
             if pending.generation is not None:

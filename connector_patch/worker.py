@@ -94,6 +94,7 @@ def _always_report(thread: KVCacheStoreRecvingThread) -> None:
             if not reported:
                 thread.set_failed_request(request.req_id)
                 stock_finished(request.req_id)
+                thread.request_queue.task_done()
 
     thread.set_finished_request = set_finished_request  # type: ignore[method-assign, assignment]
     thread._handle_request = handle  # type: ignore[method-assign, assignment]
