@@ -51,4 +51,3 @@ def test_followers_finish_and_load_at_most_once_more(
         assert tokens.pop("r0") == [], "the leader meets vLLM's policy"
         prompts.pop("r0")
     expect_equal(reference, prompts, tokens)
-    assert len(trunk) == BLOCK * 4
