@@ -32,7 +32,7 @@ BLOCK_BYTES = 64 << 10
 
 
 class StoreFetcher:
-    """`await fetcher(keys)`: the blocks, in one Get, without blocking the event loop. Counts what it asks for."""
+    """`await fetcher(keys)`: the blocks, in one Get, off the event loop's thread. Counts what it asks."""
 
     def __init__(self, store: Any, threads: int = 4) -> None:
         self.store = store
@@ -47,7 +47,9 @@ class StoreFetcher:
         blocks = await anyio.to_thread.run_sync(self.store.get_batch, list(keys), limiter=self._threads)
         missing = [key for key, block in zip(keys, blocks, strict=True) if not block]
         if missing:
-            raise LookupError(f"the store does not have {len(missing)} of {len(keys)} blocks: {missing[0]}, …")
+            raise LookupError(
+                f"the store does not have {len(missing)} of {len(keys)} blocks: {missing[0]}, …"
+            )
         return dict(zip(keys, blocks, strict=True))
 
 
@@ -121,8 +123,8 @@ async def fetch_all(fetch: Any, runs: list[list[str]]) -> float:
 
 
 async def compare(store: Any, runs: list[list[str]]) -> None:
-    asked = sum(map(len, runs))
-    print(f"{len(runs)} callers ask for {asked} blocks, {len({key for keys in runs for key in keys})} distinct\n")
+    asked, distinct = sum(map(len, runs)), len({key for keys in runs for key in keys})
+    print(f"{len(runs)} callers ask for {asked} blocks, {distinct} distinct\n")
     print(f"{'':22}{'Gets':>8}{'blocks read':>14}{'MiB':>8}{'seconds':>10}")
 
     alone = StoreFetcher(store)
@@ -135,8 +137,8 @@ async def compare(store: Any, runs: list[list[str]]) -> None:
         report("with single-flight", together, seconds)
         counts = flights.snapshot()
     print(
-        f"\n{counts['flights']} flights, {counts['attached']} callers attached, {counts['blocks_adopted']} block"
-        f" reads saved, largest fan-in {max(map(int, counts['fan_in']))}; every byte checked, table empty:"
+        f"\n{counts['flights']} flights, {counts['attached']} callers attached,"
+        f" {counts['blocks_adopted']} block reads saved, largest fan-in {max(map(int, counts['fan_in']))}; every byte checked, table empty:"
         f" {counts['pending'] == 0}"
     )
 
@@ -147,8 +149,12 @@ def report(name: str, fetcher: StoreFetcher, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="Mooncake JSON; without it a store is started on loopback")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", type=Path, help="Mooncake JSON; without it a store is started on loopback"
+    )
     parser.add_argument("--callers", type=int, default=32)
     parser.add_argument("--shared", type=int, default=32, help="blocks of the common prefix")
     parser.add_argument("--own", type=int, default=2, help="blocks that each caller alone needs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 
 
@@ -19,8 +19,12 @@ class Policy:
     More than 0."""
 
     deadline_per_block_s: float = 0.05
-    """Further seconds for each adopted block, so that a long load is not mistaken for a dead one: a
-    2 MiB block at 40 MB/s. At least 0."""
+    """Further seconds for each block of the flights it waits for, however few of them it adopts, so that
+    a long load is not mistaken for a dead one: a 2 MiB block at 40 MB/s. At least 0."""
+
+    deadline_learned_factor: float = 0.0
+    """If above 0, wait at least this many times the longest load observed lately: for stores where loads
+    queue for longer than the base. 0, since a deadline that is known beforehand is easier to trust."""
 
     max_handovers: int = 1
     """How often one request may lead or attach again after a flight it waited for has failed; then it
@@ -37,7 +41,7 @@ class Policy:
             ok = (
                 isinstance(value, int if whole else (int, float))
                 and not isinstance(value, bool)
-                and math.isfinite(value)
+                and abs(value) <= sys.float_info.max  # refuses NaN and infinities too
                 and (value > 0 if field.name in ("deadline_base_s", "max_blocks") else value >= 0)
             )
             if not ok:
@@ -46,5 +50,5 @@ class Policy:
                 raise ValueError(f"{field.name}: {value!r} is not accepted; give {kind} {bound}")
 
     def budget_s(self, blocks: int) -> float:
-        """Seconds from attach to ready allowed for `blocks` adopted blocks."""
+        """Seconds from attach to ready allowed for flights of `blocks` blocks together."""
         return self.deadline_base_s + self.deadline_per_block_s * blocks

@@ -18,6 +18,9 @@ from .flight import Event, Flight, State
 from .policy import Policy
 from .stats import Outcome, Reason, Stats
 
+FORGETTING = 0.9
+"""What is left of the longest observed load after each shorter one: it halves in seven."""
+
 
 class Segment(NamedTuple):
     """Blocks [start, start + length) of one flight."""
@@ -67,6 +70,7 @@ class PendingBlockTable:
         self._flights: dict[int, Flight] = {}
         self._leads: dict[Hashable, Flight] = {}
         self._members: dict[Hashable, _Member] = {}
+        self._slowest_s = 0.0  # the longest load lately, forgotten a little with every shorter one
         self._next_deadline = math.inf  # never later than the earliest deadline of a waiting member
         self._generation = 0
 
@@ -90,8 +94,7 @@ class PendingBlockTable:
         while i < stop and (found := self._pending.get(hashes[i])) is not None:
             flight, first = found
             count = 1
-            limit = min(stop - i, len(flight.hashes) - first)
-            while count < limit and self._pending.get(hashes[i + count]) == (flight, first + count):
+            while i + count < stop and self._pending.get(hashes[i + count]) == (flight, first + count):
                 count += 1
             segments.append(Segment(flight, first, count))
             i += count
@@ -101,6 +104,11 @@ class PendingBlockTable:
         """False once the request has used up its hand-overs or its deadline: it goes alone."""
         member = self._members.get(request)
         return member is None or (member.handovers <= self.policy.max_handovers and now < member.deadline)
+
+    def budget_s(self, blocks: int) -> float:
+        """Seconds from attach to ready for flights of `blocks` blocks together: the policy's, or more where
+        loads have taken long lately and the policy asks to learn from that."""
+        return max(self.policy.budget_s(blocks), self.policy.deadline_learned_factor * self._slowest_s)
 
     def leads(self, request: Hashable) -> Flight | None:
         return self._leads.get(request)
@@ -123,18 +131,19 @@ class PendingBlockTable:
 
         Hashes that are already pending stay with their flight. Returns None where the flight is not
         registered (table full, or the request goes alone): the load then runs as in stock vLLM.
-        Raises ValueError if the request already leads, or if the lengths differ.
+        Raises ValueError, and changes nothing, if the request already leads, if the lengths differ, or if
+        there is nothing to lead.
         """
         if request in self._leads:
             raise ValueError(f"{request!r} already leads {self._leads[request]!r}")
+        flight = Flight(self._generation + 1, request, hashes, destination, now, miss)
         if not self.may_join(request, now):
             self.stats.alone += 1
             return None
         if len(self._pending) + len(hashes) > self.policy.max_blocks:
             self.stats.unregistered += 1
             return None
-        self._generation += 1
-        flight = Flight(self._generation, request, hashes, destination, now, miss)
+        self._generation = flight.generation
         self._flights[flight.generation] = flight
         self._leads[request] = flight
         for index, block_hash in enumerate(flight.hashes):
@@ -148,14 +157,15 @@ class PendingBlockTable:
     ) -> None:
         """Make `request` a follower of each segment's flight, until all of them have landed.
 
-        `deadline` is a time on the driver's clock; without one it is `now` plus the policy's budget. It
-        counts from the first attachment, and a hand-over does not restart it.
+        `deadline` is a time on the driver's clock; without one it is `now` plus the budget for all blocks of
+        these flights, since a block is ready when its whole flight is. It counts from the first attachment,
+        and a hand-over does not restart it.
         Raises ValueError, and changes nothing, if there is nothing to attach to, if a flight can no
         longer be joined, if the request leads one of them, waits already, or goes alone.
         """
         if not segments:
             raise ValueError("nothing to attach to")
-        if any(not s.flight.joinable or s.flight.leader == request for s in segments):
+        if any(not s.flight.joinable or s.flight is self._leads.get(request) for s in segments):
             raise ValueError(f"{request!r} cannot join {[s.flight for s in segments]!r}")
         if self.waiting(request):
             raise ValueError(f"{request!r} waits already")
@@ -164,7 +174,8 @@ class PendingBlockTable:
         blocks = sum(s.length for s in segments)
         member = self._members.get(request)
         if member is None:
-            until = now + self.policy.budget_s(blocks) if deadline is None else deadline
+            size = sum(len(flight.hashes) for flight in {s.flight for s in segments})
+            until = now + self.budget_s(size) if deadline is None else deadline
             member = self._members[request] = _Member(until)
         for segment in segments:
             flight = segment.flight
@@ -176,13 +187,13 @@ class PendingBlockTable:
         self.stats.attached += 1
         self.stats.blocks_adopted += blocks
 
-    def leave(self, request: Hashable) -> list[Effect]:
+    def leave(self, request: Hashable) -> list[Left]:
         """The request is gone (finished or aborted): forget it.
 
         As a follower it is CANCELLED and drops only its own references. A flight that it leads is
         orphaned: the load runs on and followers finish. Unknown requests are fine.
         """
-        effects: list[Effect] = []
+        effects: list[Left] = []
         member = self._members.get(request)
         if member is not None and member.waits_for:
             effects.append(self._release(request, Outcome.CANCELLED))
@@ -194,20 +205,22 @@ class PendingBlockTable:
             flight.apply(Event.LEADER_LEFT)
         return effects
 
-    def detach(self, request: Hashable) -> list[Effect]:
+    def detach(self, request: Hashable) -> list[Left]:
         """The request stops waiting, but lives on: its own load failed, so it starts again anyway."""
         return [self._release(request, Outcome.CANCELLED)] if self.waiting(request) else []
 
     # -- what loads do -----------------------------------------------------------------------------------
 
-    def land(self, generation: int) -> list[Effect]:
+    def land(self, generation: int, now: float | None = None) -> list[Effect]:
         """The load of this flight is complete: publish it, and release followers it was the last for.
 
-        A flight that a reset has discarded is not published.
+        A flight that a reset has discarded is not published. With `now`, deadlines learn how long it took.
         """
         flight = self._end(generation)
         if flight is None:
             return []
+        if now is not None:
+            self._slowest_s = max(now - flight.started, self._slowest_s * FORGETTING)
         effects: list[Effect] = [] if flight.state is State.DISCARDED else [Publish(flight)]
         flight.apply(Event.LAND)
         self.stats.landed += 1
@@ -221,9 +234,9 @@ class PendingBlockTable:
                 effects.append(Left(request, Outcome.READY))
         return effects
 
-    def fail(self, generation: int) -> list[Effect]:
+    def fail(self, generation: int) -> list[Left]:
         """The load of this flight failed, in whole or in part: every follower falls back."""
-        flight = self._end(generation)
+        flight = self._end(generation, failed=True)
         if flight is None:
             return []
         flight.apply(Event.FAIL)
@@ -232,43 +245,37 @@ class PendingBlockTable:
 
     # -- what time and operators do ----------------------------------------------------------------------
 
-    def expire(self, now: float) -> list[Effect]:
-        """Followers whose deadline has passed fall back; the flights they waited for become overdue.
+    def expire(self, now: float) -> list[Left]:
+        """Followers whose deadline has passed fall back; flights that have outlived their budget are overdue.
 
         Overdue, not removed: the load still runs into its blocks. But nobody new joins it, and the next
         request for these blocks may lead (hazard H4). Costs one comparison while nothing is due.
         """
         if now < self._next_deadline:
             return []
-        effects: list[Effect] = []
+        effects: list[Left] = []
         waiting = [(request, member) for request, member in self._members.items() if member.waits_for]
         for request, member in waiting:
             if member.deadline <= now:
                 for flight in member.waits_for.values():
-                    self._make_overdue(flight)
+                    self._judge(flight, now)
                 effects.append(self._release(request, Outcome.FELL_BACK, Reason.DEADLINE))
         self._next_deadline = min((m.deadline for _, m in waiting if m.waits_for), default=math.inf)
         return effects
 
-    def expire_one(self, request: Hashable, now: float) -> list[Effect]:
-        """This request waits no longer: for a driver with a timer for each one. O(1) in requests.
-
-        Unlike `expire`, a flight that it waited for or leads becomes overdue only once it has run for the
-        policy's budget for its size: where requests choose their deadlines, one that is in a hurry must not
-        switch sharing off for all (hazard J2).
-        """
+    def expire_one(self, request: Hashable, now: float) -> list[Left]:
+        """This request waits no longer: for a driver with a timer for each one. O(1) in requests."""
         member = self._members.get(request)
         flights = list(member.waits_for.values()) if member is not None else []
         if request in self._leads:
             flights.append(self._leads[request])
         for flight in flights:
-            if flight.started + self.policy.budget_s(len(flight.hashes)) <= now:
-                self._make_overdue(flight)
+            self._judge(flight, now)
         return [self._release(request, Outcome.FELL_BACK, Reason.DEADLINE)] if self.waiting(request) else []
 
-    def reset(self) -> list[Effect]:
+    def reset(self) -> list[Left]:
         """The caches are being reset: no flight in the air may be joined or published any more."""
-        effects: list[Effect] = []
+        effects: list[Left] = []
         for flight in self._flights.values():
             if flight.state is not State.DISCARDED:
                 self.stats.discarded += 1
@@ -279,7 +286,7 @@ class PendingBlockTable:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _end(self, generation: int) -> Flight | None:
+    def _end(self, generation: int, failed: bool = False) -> Flight | None:
         flight = self._flights.pop(generation, None)
         if flight is None:
             self.stats.stale_reports += 1
@@ -287,11 +294,15 @@ class PendingBlockTable:
         self._unlist(flight)
         if self._leads.get(flight.leader) is flight:
             del self._leads[flight.leader]
+            if failed and (member := self._members.get(flight.leader)) is not None:
+                member.handovers += 1  # as for its followers: or it could lead a broken key for ever
         self.stats.fan_in[flight.fan_in] += 1
         return flight
 
-    def _make_overdue(self, flight: Flight) -> None:
-        if flight.joinable:
+    def _judge(self, flight: Flight, now: float) -> None:
+        """A flight that a follower gave up is overdue once it has run for the budget of its own size: a
+        follower in a hurry, or with little time left after a hand-over, does not speak for all (J2)."""
+        if flight.joinable and flight.started + self.budget_s(len(flight.hashes)) <= now:
             self.stats.overdue += 1
             self._unlist(flight)
             flight.apply(Event.OVERDUE)
@@ -301,7 +312,7 @@ class PendingBlockTable:
             if self._pending.get(block_hash) == (flight, index):
                 del self._pending[block_hash]
 
-    def _release_followers(self, flight: Flight, reason: Reason) -> list[Effect]:
+    def _release_followers(self, flight: Flight, reason: Reason) -> list[Left]:
         return [self._release(request, Outcome.FELL_BACK, reason) for request in list(flight.followers)]
 
     def _release(self, request: Hashable, outcome: Outcome, reason: Reason | None = None) -> Left:

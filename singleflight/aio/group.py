@@ -76,8 +76,8 @@ class FlightGroup(Generic[K, V]):
         Args:
             keys: block hashes or anything hashable; repetitions count once.
             deadline: seconds from entering the block until `await` stops waiting, more than 0; `math.inf`
-                for no limit. The default is the policy's budget for so many keys. A hand-over does not
-                restart it.
+                for no limit. The default is the budget (`Policy`) for all keys of the flights it waits for,
+                since a key is there when its whole flight is. A hand-over does not restart it.
 
         Raises TypeError for a lone string, ValueError for a wrong deadline; entering raises RuntimeError
         outside the group's context, and where a loader asks for a key that is being loaded around it.
@@ -85,9 +85,7 @@ class FlightGroup(Generic[K, V]):
         if isinstance(keys, (str, bytes)):
             raise TypeError(f"keys has to be a collection of keys; for one key write [{keys!r}]")
         distinct = tuple(dict.fromkeys(keys))
-        if deadline is None:
-            deadline = self._table.policy.budget_s(len(distinct))
-        if not deadline > 0:
+        if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline: {deadline!r} is not accepted; give a number of seconds > 0")
         return FlightHandle(self, distinct, deadline)
 
@@ -183,7 +181,7 @@ class FlightGroup(Generic[K, V]):
 
     def _time_out(self, handle: FlightHandle[K, V]) -> None:
         # A loop may fire a timer one tick of its clock early.
-        now = max(anyio.current_time(), handle._deadline)
+        now = max(anyio.current_time(), handle._deadline or 0)
         self._table.expire_one(handle, now)
         for load, _ in handle._parts or ():
             if load.leader is handle:
@@ -211,6 +209,9 @@ class FlightGroup(Generic[K, V]):
                 segments[-1] = Segment(flight, last.start, last.length + 1)
             else:
                 segments.append(Segment(flight, index, 1))
+        if handle._deadline is None:
+            size = len(missing) + sum(len(flight.hashes) for flight in adopted)
+            handle._deadline = now + self._table.budget_s(size)
         if segments:
             self._table.attach(handle, segments, now, deadline=handle._deadline)
             for flight, mine in adopted.items():
@@ -234,6 +235,7 @@ class FlightGroup(Generic[K, V]):
         now = anyio.current_time()
         for handle in handles:
             assert handle._parts is not None
+            assert handle._deadline is not None
             if handle._handovers < self._table.policy.max_handovers and now < handle._deadline:
                 handle._handovers += 1
                 self._handovers += 1
@@ -324,7 +326,9 @@ class FlightGroup(Generic[K, V]):
         self._running.pop(load, None)
 
     def _landed(self, load: Load[K, V], values: Any) -> None:
-        effects = self._table.land(load.flight.generation) if load.flight is not None else []
+        effects = (
+            [] if load.flight is None else self._table.land(load.flight.generation, anyio.current_time())
+        )
         if load.ended:
             return  # abandoned; the table has counted the late report
         self._end(load)
@@ -358,6 +362,6 @@ class FlightGroup(Generic[K, V]):
         self._stop_unwanted(affected)
 
 
-def _released(effects: list[Effect]) -> list[Any]:
+def _released(effects: Sequence[Effect]) -> list[Any]:
     """The handles that the table has let go. (What to publish is in the load itself.)"""
     return [effect.request for effect in effects if isinstance(effect, Left)]

@@ -47,12 +47,13 @@ class FlightHandle(Generic[K, V]):
         "reason",
     )
 
-    def __init__(self, group: FlightGroup[K, V], keys: tuple[K, ...], deadline: float) -> None:
+    def __init__(self, group: FlightGroup[K, V], keys: tuple[K, ...], deadline: float | None) -> None:
         self.keys = keys
         self.outcome: Outcome | None = None
         self.reason: Reason | None = None
         self._group = group
-        self._deadline = deadline  # seconds from joining; a time on the event loop's clock once joined
+        # Seconds from joining, None for the usual; once joined, a time on the event loop's clock.
+        self._deadline = deadline
         self._parts: list[tuple[Load[K, V], Sequence[K]]] | None = None  # None: not joined yet
         self._future: anyio.Future[None] | None = None  # made by whoever has to wait
         self._cause: BaseException | None = None
@@ -65,7 +66,8 @@ class FlightHandle(Generic[K, V]):
             raise RuntimeError("a flight is joined once; call join() again")
         self._parts = []
         now = anyio.current_time()
-        self._deadline += now
+        if self._deadline is not None:
+            self._deadline += now
         self._group._enter(self, now)
         return self
 
@@ -115,6 +117,7 @@ class FlightHandle(Generic[K, V]):
     async def _wait(self) -> None:
         if self._future is None:
             self._future = anyio.Future()
+        assert self._deadline is not None
         if self._deadline < math.inf:
             with anyio.CancelScope(deadline=self._deadline):
                 await self._future.wait()

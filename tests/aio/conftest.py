@@ -1,4 +1,4 @@
-"""A scripted loader, callers whose every moment a test can wait for, and a check that nothing is left over."""
+"""A scripted loader, callers whose every moment a test can wait for, and a check that nothing is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    both = [item.nodeid for item in items if item.get_closest_marker("anyio") and item.get_closest_marker("asyncio")]
+    both = [
+        item.nodeid
+        for item in items
+        if item.get_closest_marker("anyio") and item.get_closest_marker("asyncio")
+    ]
     if both:
         raise pytest.UsageError(f"one plugin to a test, anyio's or pytest-asyncio's: {both}")
     here = Path(__file__).parent

@@ -59,7 +59,9 @@ async def test_a_caller_cancelled_in_the_turn_in_which_its_flight_lands(open_ben
         while bench.counts["landed"] == 0:
             await asyncio.sleep(0)
         task.cancel()
-        assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], (dict, asyncio.CancelledError))
+        assert isinstance(
+            (await asyncio.gather(task, return_exceptions=True))[0], (dict, asyncio.CancelledError)
+        )
 
 
 async def test_ten_thousand_followers_come_and_go(open_bench: Any) -> None:

@@ -102,7 +102,7 @@ async def test_last_caller_while_the_loader_is_slow_to_stop_and_a_new_caller_arr
                 with anyio.CancelScope(shield=True):
                     stopping.set()
                     await may_stop.wait()
-        return {key: run for key in keys}
+        return dict.fromkeys(keys, run)
 
     async with FlightGroup(loader) as flights:
         with anyio.CancelScope() as scope:
@@ -121,7 +121,7 @@ async def test_last_caller_and_the_cancelled_loader_returns_all_the_same() -> No
         with anyio.CancelScope(shield=True):
             begun.set()
             await may_return.wait()
-        return {key: "too late" for key in keys}
+        return dict.fromkeys(keys, "too late")
 
     async with FlightGroup(loader) as flights:
         async with flights.join(["k"]) as flight:

@@ -44,6 +44,14 @@ async def test_without_a_deadline_of_its_own_a_caller_waits_for_the_policys_budg
         assert isinstance(caller.error, TimeoutError)
 
 
+async def test_the_budget_is_for_the_whole_flight_of_which_a_caller_wants_one_key(open_bench: Any) -> None:
+    async with open_bench(policy=POLICY) as bench:
+        start = anyio.current_time()
+        await bench.caller(range(20), deadline=1000)
+        caller = await (await bench.caller([7])).ended()
+        assert caller.ended_at - start == 10 + 20 * 0.5
+
+
 async def test_a_hanging_loader_holds_nobody_and_is_cancelled_with_its_last_caller(open_bench: Any) -> None:
     async with open_bench(policy=POLICY) as bench:
         start = anyio.current_time()
@@ -138,7 +146,7 @@ async def test_a_hand_over_does_not_restart_the_deadline(open_bench: Any) -> Non
 async def test_the_fallback_is_not_bounded_by_the_deadline(open_bench: Any) -> None:
     async def recompute(keys: Any) -> Any:
         await anyio.sleep(30)
-        return {key: "recomputed" for key in keys}
+        return dict.fromkeys(keys, "recomputed")
 
     async with open_bench(fallback=recompute) as bench:
         start = anyio.current_time()
@@ -151,13 +159,12 @@ async def test_the_fallback_is_not_bounded_by_the_deadline(open_bench: Any) -> N
 
 
 async def test_the_deadline_counts_from_joining_and_not_from_awaiting(open_bench: Any) -> None:
-    async with open_bench() as bench:
-        async with bench.flights.join(["k"], deadline=5) as flight:
-            start = anyio.current_time()
-            await anyio.sleep(3)
-            with pytest.raises(FlightTimeout):
-                await flight
-            assert anyio.current_time() == start + 5
+    async with open_bench() as bench, bench.flights.join(["k"], deadline=5) as flight:
+        start = anyio.current_time()
+        await anyio.sleep(3)
+        with pytest.raises(FlightTimeout):
+            await flight
+        assert anyio.current_time() == start + 5
 
 
 async def test_values_that_are_there_are_given_out_after_the_deadline_too(open_bench: Any) -> None:
@@ -175,7 +182,9 @@ async def test_inf_is_no_deadline(open_bench: Any) -> None:
         assert (await caller.ended()).values == {"k": ("k", 1)}
 
 
-async def test_a_hanging_loader_holds_the_end_of_the_group_no_longer_than_its_callers_wait(quiet: Any) -> None:
+async def test_a_hanging_loader_holds_the_end_of_the_group_no_longer_than_its_callers_wait(
+    quiet: Any,
+) -> None:
     async def hang(keys: Any) -> Any:
         await anyio.sleep_forever()
 

@@ -154,7 +154,7 @@ async def test_the_fallback_is_called_by_each_caller_for_what_it_misses(open_ben
 
     async def fallback(keys: Any) -> Any:
         asked.append(tuple(keys))
-        return {key: "recomputed" for key in keys}
+        return dict.fromkeys(keys, "recomputed")
 
     async with open_bench(policy=NO_HANDOVER, fallback=fallback) as bench:
         await bench.caller(["a"])
@@ -183,7 +183,9 @@ async def test_a_fallback_that_raises_says_what_came_before(open_bench: Any) -> 
     ("returned", "cause"),
     [({"a": 1}, "no value for 'b'"), (["a", "b"], "returned list"), (None, "returned NoneType")],
 )
-async def test_a_loader_that_does_not_return_every_value_has_failed(quiet: Any, returned: Any, cause: str) -> None:
+async def test_a_loader_that_does_not_return_every_value_has_failed(
+    quiet: Any, returned: Any, cause: str
+) -> None:
     async def loader(keys: Any) -> Any:
         return returned
 
@@ -206,7 +208,9 @@ class Crash(BaseException):
     pass
 
 
-async def test_a_crash_in_the_loader_tells_all_callers_and_ends_the_group(store_class: Any, quiet: Any) -> None:
+async def test_a_crash_in_the_loader_tells_all_callers_and_ends_the_group(
+    store_class: Any, quiet: Any
+) -> None:
     store = store_class()
     flights: FlightGroup[Any, Any] = FlightGroup(store.load)
     causes: list[Any] = []

@@ -40,9 +40,8 @@ async def test_leaving_waits_for_what_somebody_waits_for(store_class: Any, quiet
 
 async def test_leaving_ends_a_load_that_only_keeps_running(store_class: Any, quiet: Any) -> None:
     store = store_class()
-    async with FlightGroup(store.load, keep_running=True) as flights:
-        async with flights.join(["k"]):
-            call = await store.call(1)
+    async with FlightGroup(store.load, keep_running=True) as flights, flights.join(["k"]):
+        call = await store.call(1)
     assert call.state == "cancelled"
     quiet(flights)
 
@@ -124,7 +123,7 @@ async def test_a_load_that_ignores_its_cancellation_is_not_given_out_after_a_res
             with anyio.CancelScope(shield=True):
                 first_begun.set()
                 await first_may_return.wait()
-        return {key: version for key in keys}
+        return dict.fromkeys(keys, version)
 
     async with FlightGroup(loader) as flights, flights.join(["k"]) as flight:
         await first_begun.wait()

@@ -105,9 +105,7 @@ class World:
             async with flight:
                 values = await flight
         except LoadFailed as error:
-            assert isinstance(error.__cause__, ConnectionError)
-            assert self.failed & set(plan.keys)
-            return "failed"
+            return "failed" if self.failed & set(plan.keys) else f"failed by {error.__cause__!r}"
         except FlightReset:
             assert self.plan.resets
             return "reset"
@@ -144,11 +142,14 @@ class World:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=PLANS)
-def test_every_interleaving_ends_each_caller_once_and_leaves_nothing(quiet: Any, backend: str, plan: Plan) -> None:
+def test_every_interleaving_ends_each_caller_once_and_leaves_nothing(
+    quiet: Any, backend: str, plan: Plan
+) -> None:
     world = World(plan)
     anyio.run(world.run, backend=backend)
     quiet(world.flights)
     assert len(world.endings) == len(plan.callers)
+    assert {*world.endings} <= {"values", "failed", "reset", "cancelled"}
     for ending in set(world.endings):
         event(ending)
     # Never a stampede: a caller starts a load when it arrives, and at most one more for each hand-over.

@@ -191,7 +191,7 @@ async def test_a_lone_string_is_not_a_run_of_letters(open_bench: Any, keys: Any)
 @pytest.mark.parametrize("deadline", [0, -1, float("nan")])
 async def test_a_deadline_is_a_positive_number_of_seconds(open_bench: Any, deadline: float) -> None:
     async with open_bench() as bench:
-        with pytest.raises(ValueError, match="deadline: .* is not accepted; give a number of seconds > 0"):
+        with pytest.raises(ValueError, match=r"deadline: .* is not accepted; give a number of seconds > 0"):
             bench.flights.join(["k"], deadline=deadline)
 
 
