@@ -138,8 +138,8 @@ async def compare(store: Any, runs: list[list[str]]) -> None:
         counts = flights.snapshot()
     print(
         f"\n{counts['flights']} flights, {counts['attached']} callers attached,"
-        f" {counts['blocks_adopted']} block reads saved, largest fan-in {max(map(int, counts['fan_in']))}; every byte checked, table empty:"
-        f" {counts['pending'] == 0}"
+        f" {counts['blocks_adopted']} block reads saved, largest fan-in {max(map(int, counts['fan_in']))};"
+        f" every byte checked, table empty: {counts['pending'] == 0}"
     )
 
 

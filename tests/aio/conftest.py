@@ -149,6 +149,15 @@ class Caller:
         return not self._ended.is_set()
 
 
+async def started(
+    tasks: TaskGroup, flights: FlightGroup[Any, Any], keys: Sequence[Hashable], **options: Any
+) -> Caller:
+    caller = Caller(flights, keys, **options)
+    tasks.start_soon(caller.run)
+    await caller._joined.wait()
+    return caller
+
+
 class Bench:
     """What a test works with: a store, a group on it, and callers in a task group of their own."""
 
@@ -159,10 +168,7 @@ class Bench:
 
     async def caller(self, keys: Sequence[Hashable], **options: Any) -> Caller:
         """A caller that has joined and waits. (Nothing yields between joining and waiting.)"""
-        caller = Caller(self.flights, keys, **options)
-        self.tasks.start_soon(caller.run)
-        await caller._joined.wait()
-        return caller
+        return await started(self.tasks, self.flights, keys, **options)
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -205,6 +211,12 @@ async def opened(give_up_s: float = 10, **options: Any) -> AsyncIterator[Bench]:
 def open_bench() -> Any:
     """`async with open_bench(**FlightGroup options) as bench:`"""
     return opened
+
+
+@pytest.fixture
+def start() -> Any:
+    """`caller = await start(tasks, flights, keys)`, for tests that end the group while callers wait."""
+    return started
 
 
 @pytest.fixture

@@ -251,63 +251,39 @@ async def test_loader_from_inside_by_something_it_awaited(open_bench: Any, anyio
         assert (await follower.ended()).values == {"k": ("k", 2)}
 
 
-async def test_group_while_callers_elsewhere_wait(open_bench: Any, store_class: Any, quiet: Any) -> None:
+async def test_group_while_callers_elsewhere_wait(start: Any, store_class: Any, quiet: Any) -> None:
     store = store_class()
-    errors: list[BaseException] = []
     flights: FlightGroup[Any, Any] = FlightGroup(store.load)
-
-    async def caller(joined: anyio.Event) -> None:
-        async with flights.join(["k"], deadline=60) as flight:
-            joined.set()
-            try:
-                await flight
-            except FlightReset as error:
-                errors.append(error)
-
     async with anyio.create_task_group() as tasks:
         with anyio.CancelScope() as scope:
             async with flights:
-                for _ in range(3):
-                    joined = anyio.Event()
-                    tasks.start_soon(caller, joined)
-                    await joined.wait()
+                callers = [await start(tasks, flights, ["k"]) for _ in range(3)]
                 call = await store.call(1)
                 scope.cancel()
                 await anyio.sleep_forever()
+        errors = [(await caller.ended()).error for caller in callers]
     assert scope.cancelled_caught
     assert call.state == "cancelled"
     assert len(store.calls) == 1  # no hand-over to a load that would be cancelled too
+    assert {type(error) for error in errors} == {FlightReset}
     assert len({id(error) for error in errors}) == 3
     quiet(flights)
 
 
-async def test_group_while_it_is_being_left(store_class: Any, quiet: Any) -> None:
+async def test_group_while_it_is_being_left(start: Any, store_class: Any, quiet: Any) -> None:
+    async def cancel_soon() -> None:
+        await anyio.wait_all_tasks_blocked()
+        scope.cancel()
+
     store = store_class()
     flights: FlightGroup[Any, Any] = FlightGroup(store.load)
-    error: list[BaseException] = []
-
-    async def caller(joined: anyio.Event) -> None:
-        try:
-            async with flights.join(["k"], deadline=60) as flight:
-                joined.set()
-                await flight
-        except FlightReset as reset:
-            error.append(reset)
-
     async with anyio.create_task_group() as tasks:
         with anyio.CancelScope() as scope:
             async with flights:
-                joined = anyio.Event()
-                tasks.start_soon(caller, joined)
-                await joined.wait()
+                caller = await start(tasks, flights, ["k"])
                 call = await store.call(1)
-                tasks.start_soon(_cancel_soon, scope)
+                tasks.start_soon(cancel_soon)
         assert scope.cancelled_caught
         assert call.state == "cancelled"
-    assert len(error) == 1
+        assert isinstance((await caller.ended()).error, FlightReset)
     quiet(flights)
-
-
-async def _cancel_soon(scope: anyio.CancelScope) -> None:
-    await anyio.wait_all_tasks_blocked()
-    scope.cancel()

@@ -183,30 +183,15 @@ async def test_inf_is_no_deadline(open_bench: Any) -> None:
 
 
 async def test_a_hanging_loader_holds_the_end_of_the_group_no_longer_than_its_callers_wait(
-    quiet: Any,
+    start: Any, store_class: Any, quiet: Any
 ) -> None:
-    async def hang(keys: Any) -> Any:
-        await anyio.sleep_forever()
-
-    errors: list[BaseException] = []
-    flights: FlightGroup[Any, Any] = FlightGroup(hang)
-
-    async def caller(joined: anyio.Event) -> None:
-        async with flights.join(["k"], deadline=7) as flight:
-            joined.set()
-            try:
-                await flight
-            except FlightTimeout as error:
-                errors.append(error)
-
-    start = anyio.current_time()
+    flights: FlightGroup[Any, Any] = FlightGroup(store_class().load)
+    began = anyio.current_time()
     async with anyio.create_task_group() as tasks:
         async with flights:
-            joined = anyio.Event()
-            tasks.start_soon(caller, joined)
-            await joined.wait()
-        assert anyio.current_time() == start + 7
-    assert len(errors) == 1
+            caller = await start(tasks, flights, ["k"], deadline=7)
+        assert anyio.current_time() == began + 7
+    assert isinstance(caller.error, FlightTimeout)
     quiet(flights)
 
 

@@ -209,31 +209,20 @@ class Crash(BaseException):
 
 
 async def test_a_crash_in_the_loader_tells_all_callers_and_ends_the_group(
-    store_class: Any, quiet: Any
+    start: Any, store_class: Any, quiet: Any
 ) -> None:
     store = store_class()
     flights: FlightGroup[Any, Any] = FlightGroup(store.load)
-    causes: list[Any] = []
-
-    async def caller(keys: Any, joined: anyio.Event) -> None:
-        async with flights.join(keys) as flight:
-            joined.set()
-            try:
-                await flight
-            except Exception as error:
-                causes.append((type(error).__name__, type(error.__cause__).__name__))
-
     async with anyio.create_task_group() as tasks:
         with pytest.raises(BaseExceptionGroup) as caught:
             async with flights:
-                for keys in ("k",), ("k",), ("other",):
-                    joined = anyio.Event()
-                    tasks.start_soon(caller, keys, joined)
-                    await joined.wait()
+                callers = [await start(tasks, flights, [key]) for key in ("k", "k", "other")]
                 (await store.call(1)).fail(Crash())
                 await anyio.sleep_forever()
     assert caught.group_contains(Crash)
-    assert sorted(causes) == [("FlightReset", "NoneType"), ("LoadFailed", "Crash"), ("LoadFailed", "Crash")]
+    errors = [caller.error for caller in callers]
+    assert [type(error).__name__ for error in errors] == ["LoadFailed", "LoadFailed", "FlightReset"]
+    assert [type(error.__cause__).__name__ for error in errors] == ["Crash", "Crash", "NoneType"]
     quiet(flights)
 
 

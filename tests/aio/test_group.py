@@ -13,28 +13,19 @@ from singleflight.aio import FlightGroup, FlightReset, Outcome, Policy, Reason
 pytestmark = pytest.mark.anyio
 
 
-async def test_leaving_waits_for_what_somebody_waits_for(store_class: Any, quiet: Any) -> None:
-    store = store_class()
-    flights: FlightGroup[Any, Any] = FlightGroup(store.load)
-    values: list[Any] = []
-
-    async def caller(joined: anyio.Event) -> None:
-        async with flights.join(["k"]) as flight:
-            joined.set()
-            values.append(await flight)
-
+async def test_leaving_waits_for_what_somebody_waits_for(start: Any, store_class: Any, quiet: Any) -> None:
     async def land_later(call: Any) -> None:
         await anyio.wait_all_tasks_blocked()
         call.succeed()
 
+    store = store_class()
+    flights: FlightGroup[Any, Any] = FlightGroup(store.load)
     async with anyio.create_task_group() as tasks:
         async with flights:
-            joined = anyio.Event()
-            tasks.start_soon(caller, joined)
-            await joined.wait()
+            caller = await start(tasks, flights, ["k"])
             tasks.start_soon(land_later, await store.call(1))
         assert store.calls[0].state == "returned"
-    assert values == [{"k": ("k", 1)}]
+    assert caller.values == {"k": ("k", 1)}
     quiet(flights)
 
 
@@ -57,27 +48,15 @@ async def test_an_exception_in_the_block_comes_out_as_it_was_raised(store_class:
     quiet(flights)
 
 
-async def test_callers_elsewhere_are_told_why_the_group_ended(store_class: Any) -> None:
-    store = store_class()
-    flights: FlightGroup[Any, Any] = FlightGroup(store.load)
-    caught: list[FlightReset] = []
-
-    async def caller(joined: anyio.Event) -> None:
-        async with flights.join(["k"]) as flight:
-            joined.set()
-            try:
-                await flight
-            except FlightReset as error:
-                caught.append(error)
-
+async def test_callers_elsewhere_are_told_why_the_group_ended(start: Any, store_class: Any) -> None:
+    flights: FlightGroup[Any, Any] = FlightGroup(store_class().load)
     async with anyio.create_task_group() as tasks:
         with pytest.raises(LookupError):
             async with flights:
-                joined = anyio.Event()
-                tasks.start_soon(caller, joined)
-                await joined.wait()
+                caller = await start(tasks, flights, ["k"])
                 raise LookupError("mine")
-    assert [type(error.__cause__) for error in caught] == [LookupError]
+    assert isinstance(caller.error, FlightReset)
+    assert isinstance(caller.error.__cause__, LookupError)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

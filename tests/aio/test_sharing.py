@@ -218,8 +218,7 @@ async def test_leaving_the_block_wakes_another_task_that_awaits_the_flight(open_
         except RuntimeError as error:
             errors.append(error)
 
-    async with open_bench() as bench, anyio.create_task_group() as tasks:
-        async with bench.flights.join(["k"]) as flight:
-            tasks.start_soon(await_it, flight)
-            await anyio.wait_all_tasks_blocked()
+    async with open_bench() as bench, bench.flights.join(["k"]) as flight:
+        bench.tasks.start_soon(await_it, flight)
+        await anyio.wait_all_tasks_blocked()
     assert len(errors) == 1
