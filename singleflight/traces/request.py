@@ -1,0 +1,32 @@
+"""What every trace format comes down to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Lengths(NamedTuple):
+    """Tokens of one request.
+
+    Attributes:
+        input: prompt length, tokens.
+        output: generated length, tokens.
+    """
+
+    input: int
+    output: int
+
+
+class Request(NamedTuple):
+    """One arrival.
+
+    Attributes:
+        timestamp_ms: arrival, whole milliseconds, never negative (R1).
+        hashes: the content id of each KV block of the prompt, front to back, each 0 to 2**64 - 1, never empty.
+        lengths: prompt and output length, tokens.
+    """
+
+    timestamp_ms: int
+    hashes: Sequence[int]
+    lengths: Lengths
