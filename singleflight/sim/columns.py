@@ -56,9 +56,13 @@ class Columns:
         if (size == 0).any():
             raise ValueError(f"request {int((size == 0).argmax())} has no blocks")
         if (np.diff(at) < 0).any():
-            raise ValueError(f"request {int((np.diff(at) < 0).argmax()) + 1} is earlier than the one before it")
+            raise ValueError(
+                f"request {int((np.diff(at) < 0).argmax()) + 1} is earlier than the one before it"
+            )
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(size)])
-        distinct, first, inverse = np.unique(np.frombuffer(hashes, np.uint64), return_index=True, return_inverse=True)
+        distinct, first, inverse = np.unique(
+            np.frombuffer(hashes, np.uint64), return_index=True, return_inverse=True
+        )
         order = np.argsort(first)
         dense = np.empty(len(order), np.int32)
         dense[order] = np.arange(len(order), dtype=np.int32)
@@ -79,8 +83,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class Layout:
-    """A trace regrouped by instance, the form the kernel runs over: nothing crosses instances (R4), so each is a run of
-    consecutive requests, in trace order, with block ids of its own that start at 0. Small ids keep its state in cache.
+    """A trace regrouped by instance, the form the kernel runs over: nothing crosses instances (R4), so each
+    is a run of consecutive requests, in trace order, with block ids of its own that start at 0. Small ids
+    keep its state in cache.
 
     Attributes:
         starts: (N + 1,) int64, instance i has the requests starts[i] to starts[i + 1] of this order.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from singleflight.traces.request import MAX_TIMESTAMP_MS
+
 Routing = Literal["round_robin", "affinity"]
 Lookup = Literal["contiguous_prefix", "independent_blocks"]
 Phase = Literal["warmup", "steady"]
@@ -16,8 +18,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 DEFAULT_WARMUP = (1, 10)
 """R2: steady from the first tenth of the span on."""
 
-MAX_MS = 2**53
-"""Largest timestamp and window, ms: t + W stays far inside int64, and no JSON reader loses a digit of it."""
+MAX_MS = MAX_TIMESTAMP_MS
+"""Largest window, ms; t + W stays far inside int64."""
 
 MAX_INSTANCES = 4096
 MAX_CAPACITY = 2**31 - 2
@@ -29,8 +31,8 @@ class Config:
     """A point of the grid.
 
     Attributes:
-        w_eff_ms: W, how long a load takes, ms of trace time; 1 to 2**53. Replaying a trace s times faster with a load
-            time W is the same experiment as W x s.
+        w_eff_ms: W, how long a load takes, ms of trace time; 1 to 2**53. Replaying a trace s times faster
+            with a load time W is the same experiment as W x s.
         instances: N, serving instances; 1 to 4096.
         capacity: C, blocks each instance's LRU holds; 1 to 2**31 - 2.
         routing: R3, ``round_robin`` or ``affinity``.
@@ -58,7 +60,9 @@ class Config:
             raise ValueError(f"lookup {self.lookup!r}; accepted: {', '.join(LOOKUPS)}")
         num, den = self.warmup
         if not 0 <= num <= den or not 1 <= den <= 1_000_000:
-            raise ValueError(f"warmup {num}/{den}; accepted: NUM/DEN with 0 <= NUM <= DEN, 1 <= DEN <= 1000000")
+            raise ValueError(
+                f"warmup {num}/{den}; accepted: NUM/DEN with 0 <= NUM <= DEN, 1 <= DEN <= 1000000"
+            )
 
     def as_json(self) -> dict[str, Any]:
         """The configuration with the names every report uses."""
@@ -78,6 +82,6 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 def steady_from(first_ms: int, last_ms: int, warmup: tuple[int, int]) -> int:
-    """The smallest t (ms) that is steady under R2: ``den * (t - first) >= num * (last - first)``, in exact integers."""
+    """The smallest t (ms) that is steady: ``den * (t - first) >= num * (last - first)``, exactly (R2)."""
     num, den = warmup
     return first_ms + -(-num * (last_ms - first_ms) // den)

@@ -1,4 +1,5 @@
-"""What a simulated configuration comes out with; the model and the kernel both return it, so `==` compares them."""
+"""What a simulated configuration comes out with; the model and the kernel both return it, so `==` compares
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from singleflight.sim.config import PHASES, Config, Phase
 
 
 class Counts(NamedTuple):
-    """Counts of one phase, of one instance or of all of them. The first six add up over instances.
+    """Counts of one phase, of one instance or of all of them. All but the last two add up over instances.
 
     Attributes:
         requests: arrivals.
@@ -61,7 +62,12 @@ def nearest_rank(hist: Histogram, percent: int) -> int:
 
 
 def with_fanin(
-    requests: int, lookups: int, hits: int, attempts: int, removable: int, hist: Histogram
+    hist: Histogram,
+    requests: int = 0,
+    lookups: int = 0,
+    hits: int = 0,
+    attempts: int = 0,
+    removable: int = 0,
 ) -> Counts:
     """Complete the counts with what follows from the fan-in histogram alone."""
     return Counts(
@@ -80,8 +86,8 @@ def with_fanin(
 
 def total(rows: Iterable[Counts], hist: Histogram) -> Counts:
     """The row of all instances: sums (R12), with the fan-in figures of the joint histogram."""
-    requests, lookups, hits, attempts, removable = (sum(col) for col in list(zip(*rows, strict=True))[:5])
-    return with_fanin(requests, lookups, hits, attempts, removable, hist)
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    return with_fanin(hist, *sums[:5])
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
-"""The numba twin of `model`: the same rules over arrays, tens of millions of block lookups a second on one core.
+"""The numba twin of `model`: the same rules over arrays, tens of millions of block lookups a second on one
+core.
 
 What makes it fast without changing a rule:
 
 - An instance at a time (R4), over its own small block ids.
-- W is constant, so loads end in the order they were opened (R6): the open loads are the tail of an append-only log, and
-  "is this block loading" is one comparison with the number of loads already ended. All loads of a request end together,
-  so a time is kept a request, not a load.
+- W is constant, so loads end in the order they were opened (R6): the open loads are the tail of an
+  append-only log, and "is this block loading" is one comparison with the number of loads already ended. All
+  loads of a request end together, so a time is kept a request, not a load.
 - The LRU is a doubly linked list in an int32 array; a sentinel node closes the ring, so no end is special.
 - A block's links and its last load sit in one 16-byte row: one cache line a lookup.
 
-All compiled code is in this file because numba's cache watches the file a function is defined in, and no other.
+All compiled code is in this file because numba's cache watches the file a function is defined in, and no
+other.
 """
 
 from __future__ import annotations
@@ -36,14 +38,19 @@ _I64, _I32, _U8 = (types.Array(t, 1, "C", readonly=True) for t in (types.int64, 
 
 PREV, NEXT, LOAD = 0, 1, 2  # columns of a block's row; the fourth pads it to 16 bytes
 ABSENT = -1  # in NEXT: not cached
-REQUESTS, LOOKUPS, HITS, ATTEMPTS, REMOVABLE, COHORTS, DUP_COHORTS, DUP_ATTEMPTS, MAX_FANIN, P99_FANIN = range(10)
+# Columns of `counts`, the fields of `Counts`.
+REQUESTS, LOOKUPS, HITS, ATTEMPTS, REMOVABLE = 0, 1, 2, 3, 4
+COHORTS, DUP_COHORTS, DUP_ATTEMPTS, MAX_FANIN, P99_FANIN = 5, 6, 7, 8, 9
 
 
 def cache_dir() -> Path:
-    """Where compiled code is kept: a folder of the user's, else a private temporary one. Never the package folder, which
-    may be read-only and is not ours to leave files in."""
+    """Where compiled code is kept: a folder of the user's, else a private temporary one. Never the package
+    folder, which may be read-only and is not ours to leave files in."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    for path in (Path(base, "kv-singleflight", "numba"), Path(tempfile.gettempdir(), f"kv-singleflight-{os.getuid()}")):
+    for path in (
+        Path(base, "kv-singleflight", "numba"),
+        Path(tempfile.gettempdir(), f"kv-singleflight-{os.getuid()}"),
+    ):
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.stat().st_uid == os.getuid() and os.access(path, os.W_OK | os.X_OK):
@@ -56,13 +63,14 @@ def cache_dir() -> Path:
 @contextmanager
 def _our_cache() -> Iterator[None]:
     # numba reads its setting when a function is decorated; other users of numba in this process keep theirs.
-    before = numba.config.CACHE_DIR
+    settings: Any = numba.config
+    before = settings.CACHE_DIR
     if not before:
-        numba.config.CACHE_DIR = str(cache_dir())
+        settings.CACHE_DIR = str(cache_dir())
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = before
+        settings.CACHE_DIR = before
 
 
 def _compiled(*signatures: Any) -> Callable[[F], F]:
@@ -73,7 +81,14 @@ with _our_cache():
 
     @_compiled(
         types.int64(
-            _I64, _I64, _I32, types.int32[::1], types.int32[::1], types.int32[::1], types.int64[::1], types.int32[::1]
+            _I64,
+            _I64,
+            _I32,
+            types.int32[::1],
+            types.int32[::1],
+            types.int32[::1],
+            types.int64[::1],
+            types.int32[::1],
         )
     )
     def _relabel(
@@ -115,8 +130,9 @@ with _our_cache():
     ) -> Any:  # fmt: skip
         """Simulate one configuration.
 
-        `load_block`, `load_fanin` (L,): the log of loads, instance after instance. `load_first` (R + 1,): the first load
-        of each request in it. `counts` (N, 2, 10) must be zero on entry. Returns the fan-in histogram by phase, (2, F).
+        `load_block`, `load_fanin` (L,): the log of loads, instance after instance. `load_first` (R + 1,):
+        the first load of each request in it. `counts` (N, 2, 10) must be zero on entry. Returns the fan-in
+        histogram by phase, (2, F).
         """
         hist = np.zeros((2, 64), np.int64)  # of all instances
         own_hist = np.zeros((2, 64), np.int64)  # of this one
@@ -129,7 +145,6 @@ with _our_cache():
             rows[sentinel, PREV] = sentinel
             rows[sentinel, NEXT] = sentinel
             size = 0
-            base = opened
             ended = opened  # loads before this one have ended
             due = starts[i]  # the first request whose loads have not
             for r in range(starts[i], starts[i + 1]):
@@ -193,7 +208,8 @@ with _our_cache():
                 c[HITS] += hits
                 c[REMOVABLE] += removable
             load_first[starts[i + 1]] = opened
-            for r in range(starts[i], starts[i + 1]):  # R11: cohorts by the leader's phase, open ones included
+            # R11: cohorts by the leader's phase, open ones included.
+            for r in range(starts[i], starts[i + 1]):
                 phase = steady[r]
                 for k in range(load_first[r], load_first[r + 1]):
                     fanin = load_fanin[k]
@@ -227,7 +243,8 @@ with _our_cache():
 def lay_out(columns: Columns, instances: int, routing: Routing, warmup: tuple[int, int]) -> Layout:
     """Regroup a trace by the instance that serves each request (R3), trace order kept within one (R1).
 
-    Costs one pass over the lookups; every window, capacity and lookup of the same instances and routing shares it.
+    Costs one pass over the lookups; every window, capacity and lookup of the same instances and routing
+    shares it.
     """
     instance = columns.instance_of(instances, routing)
     source = np.argsort(instance, kind="stable")
@@ -243,7 +260,9 @@ def lay_out(columns: Columns, instances: int, routing: Routing, warmup: tuple[in
     local = np.empty_like(blocks)
     n_dense = _relabel(starts, offsets, blocks, np.full(n_blocks, -1, np.int32), label, local, sizes, dense)
     steady = columns.steady(warmup)[source]
-    return Layout(starts, source, columns.times[source], steady, offsets, local, sizes, dense[:n_dense].copy())
+    return Layout(
+        starts, source, columns.times[source], steady, offsets, local, sizes, dense[:n_dense].copy()
+    )
 
 
 class Kernel:
@@ -254,7 +273,8 @@ class Kernel:
     Attributes:
         load_block: (n_loads,) int32, local id of the block.
         load_fanin: (n_loads,) int32, members of the cohort.
-        load_first: (R + 1,) int64, request r of the layout opened the loads load_first[r] to load_first[r + 1].
+        load_first: (R + 1,) int64, request r of the layout opened the loads load_first[r] to load_first[r +
+            1].
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -265,11 +285,14 @@ class Kernel:
         self.load_fanin = np.empty(n_lookups, np.int32)
         self.load_first = np.zeros(len(layout.times) + 1, np.int64)
 
-    def run_arrays(self, window: int, capacity: int, contiguous: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def run_arrays(
+        self, window: int, capacity: int, contiguous: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Simulate one configuration.
 
         Args:
-            window: W, ms. capacity: C, blocks. contiguous: `contiguous_prefix` rather than `independent_blocks`.
+            window: W, ms. capacity: C, blocks. contiguous: `contiguous_prefix` rather than
+                `independent_blocks`.
 
         Returns:
             counts, (N, 2, 10): instance, phase (warmup, steady), the fields of `Counts` in order;
@@ -290,7 +313,8 @@ def outcome(config: Config, counts: NDArray[np.int64], hist: NDArray[np.int64]) 
         {phase: Counts(*row) for phase, row in zip(PHASES, rows, strict=True)} for rows in counts.tolist()
     )
     fanin = {
-        phase: {f: n for f, n in enumerate(row) if n} for phase, row in zip(PHASES, hist.tolist(), strict=True)
+        phase: {f: n for f, n in enumerate(row) if n}
+        for phase, row in zip(PHASES, hist.tolist(), strict=True)
     }
     return Outcome(config, instances, fanin)
 

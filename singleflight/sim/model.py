@@ -1,4 +1,5 @@
-"""The trace model in plain Python: the specification. `kernel` is its fast twin and must agree with it exactly.
+"""The trace model in plain Python: the specification. `kernel` is its fast twin and must agree with it
+exactly.
 
 Each step names its rule. The rules are restated in docs/simulator.md; the numbers are theirs.
 """
@@ -60,7 +61,7 @@ class Instance:
                 self.open(block, now, phase)
 
     def complete_until(self, now: int) -> None:
-        """R5, R6: end every load due by `now`, earliest first. W is constant, so that is the order they were opened."""
+        """R5, R6: end every load due by `now`, earliest first; W is constant, so in the order opened."""
         while self.loading:
             block = next(iter(self.loading))
             if self.loading[block].completes_ms > now:
@@ -76,7 +77,7 @@ class Instance:
             self.cached.popitem(last=False)
 
     def open(self, block: int, now: int, phase: Phase) -> None:
-        """R10: the first attempt opens a load; the block is absent until exactly now + W. It takes no room yet (R7)."""
+        """R10: the first attempt opens a load; the block is absent until now + W and takes no room (R7)."""
         self.loading[block] = Cohort(now + self.config.w_eff_ms, phase)
 
     def join(self, block: int, now: int) -> None:
@@ -110,7 +111,9 @@ def simulate(requests: Sequence[Request], config: Config, instance: type[Instanc
     """
     times = [request.timestamp_ms for request in requests]
     if not requests or times != sorted(times) or not all(request.hashes for request in requests):
-        raise ValueError("the trace must be non-empty, in timestamp order, every request with at least one block")
+        raise ValueError(
+            "the trace must be non-empty, in timestamp order, every request with at least one block"
+        )
     steady_ms = steady_from(times[0], times[-1], config.warmup)
     served = [instance(config) for _ in range(config.instances)]
     for index, request in enumerate(requests):
@@ -120,9 +123,5 @@ def simulate(requests: Sequence[Request], config: Config, instance: type[Instanc
         for cohort in each.loading.values():
             each.close(cohort)  # R11: open at the end counts as it is
     joint = {phase: sum((each.fanin[phase] for each in served), Counter[int]()) for phase in PHASES}
-    names = ("requests", "lookups", "hits", "attempts", "removable")
-    rows = tuple(
-        {p: with_fanin(*(each.tally[p][name] for name in names), hist=each.fanin[p]) for p in PHASES}
-        for each in served
-    )
+    rows = tuple({p: with_fanin(each.fanin[p], **each.tally[p]) for p in PHASES} for each in served)
     return Outcome(config, rows, {phase: dict(joint[phase]) for phase in PHASES})

@@ -12,7 +12,8 @@ class TraceError(ValueError):
         wrong: what is wrong, a clause without a final stop.
         accepted: what is accepted instead.
 
-    ``str()`` gives ``source:line: wrong; accepted: …``, the form of compiler messages, so that editors can jump to it.
+    ``str()`` gives ``source:line: wrong; accepted: …``, the form of compiler messages, so that editors can
+    jump to it.
     """
 
     def __init__(self, source: str, line: int | None, wrong: str, accepted: str) -> None:
@@ -25,7 +26,8 @@ class TraceError(ValueError):
 
 
 class BadLine(ValueError):
-    """One line is bad, said by a format that does not know the file or the line number (the reader adds both)."""
+    """One line is bad, said by a format that does not know the file or the line number (the reader adds
+    both)."""
 
     def __init__(self, wrong: str, accepted: str) -> None:
         self.wrong = wrong
