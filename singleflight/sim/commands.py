@@ -21,6 +21,7 @@ from singleflight.sim.options import (
     UnitOption,
     WarmupOption,
     guarded,
+    need,
     numbers,
     open_trace,
     options_of,
@@ -139,6 +140,7 @@ def sweep(
         )
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"--out {out}: is a file; accepted: a folder, or a name for one")
+    need("numba", "numpy", "pyarrow", "joblib", "matplotlib")
     from singleflight.sim.sweep_command import run
 
     code = run(

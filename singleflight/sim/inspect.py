@@ -55,6 +55,8 @@ def print_description(about: dict[str, Any]) -> None:
         "reuse within W": ", ".join(f"{window_label(w)} {n:,}" for w, n in about["within"].items()),
     }
     table = Table(title=about["trace"], title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a digest cut short is none
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -49,6 +50,17 @@ def guarded(command: F) -> F:
             stop("interrupted; nothing was written", INTERRUPTED)
 
     return run  # type: ignore[return-value]
+
+
+def need(*modules: str) -> None:
+    """Fail now, as importing them would, rather than in a worker later.
+
+    Raises:
+        ModuleNotFoundError: one is not installed.
+    """
+    for name in modules:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def numbers(text: str) -> tuple[int, ...]:

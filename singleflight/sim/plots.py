@@ -27,7 +27,7 @@ FLOOR = 1e-4
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
     # Fixed margins: working them out from the labels costs more than all the drawing.
     figure = Figure(figsize=(7.2, 4.2), dpi=110)
-    axes = figure.add_axes((0.125, 0.125, 0.855, 0.79))
+    axes = figure.add_axes((0.15, 0.125, 0.83, 0.79))
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -157,13 +157,13 @@ def reuse_gaps(path: Path, name: str, gaps: NDArray[np.int64], lookups: int, win
                 (window, below),
                 xytext=(-3, 5),
                 textcoords="offset points",
-                fontsize=8,
+                fontsize=7.5,
                 color="#444444",
                 ha="right",
             )
     axes.set_xscale("log")
     ticks = [*windows, *(t for t in (60_000, 600_000, 3_600_000) if 3 * max(windows) < t <= longest)]
-    axes.set_xticks(ticks, [window_label(tick) for tick in ticks])
+    axes.set_xticks(ticks, [window_label(tick) for tick in ticks], fontsize=8)
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.set_xlim(shortest, longest)

@@ -114,6 +114,8 @@ class Source:
             raw = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 - closed in __exit__
         except OSError as fault:
             raise TraceError(path, None, _plain(fault), "a trace file that can be read") from None
+        except TraceError:
+            raise
         except ValueError:  # a NUL in the name
             raise TraceError(path, None, "is not a possible file name", "a trace file") from None
         self._raw = raw
@@ -151,7 +153,7 @@ class Source:
                 elif len(line) <= MAX_LINE:
                     yield number, line  # the last one, without a newline
                 else:
-                    while (rest := stream.readline(MAX_LINE)) and not rest.endswith(b"\n"):
+                    while (rest := stream.readline(2**16)) and not rest.endswith(b"\n"):
                         pass
                     yield number, None
             while self._buffered.read(2**20):  # what a decompressor left unread belongs to the digest too
