@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
@@ -48,23 +49,33 @@ def workers(backend: Backend, address: str | None, jobs: int) -> Iterator[Submit
             return_as = "list" if backend == "ray" else "generator_unordered"
             pool = joblib.Parallel(return_as=return_as, batch_size=1)
             # A worker needs a second to start and load numba: let it, while this process reads the traces.
-            warming = (
-                pool(joblib.delayed(work.warm)() for _ in range(pool.n_jobs)) if backend == "loky" else ()
-            )
+            first = [joblib.delayed(work.warm)()] * pool.n_jobs if backend == "loky" else []
+            running: Any = _started(pool, first)
 
             def submit(calls: Iterable[Any]) -> Iterator[Any]:
-                for _ in warming:
+                nonlocal running
+                for _ in running:
                     pass
-                return iter(pool(calls))
+                running = _started(pool, calls)
+                return running  # type: ignore[no-any-return]
 
             try:
                 yield submit
-                for _ in warming:  # nothing was submitted, everything was on disk
+                for _ in running:  # nothing was submitted, everything was on disk
                     pass
             except BaseException:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # joblib: that tasks were cancelled, which is the point
+                    running.close()
                 if backend == "loky":
                     _stop_loky()
                 raise
+
+
+def _started(pool: joblib.Parallel, calls: Iterable[Any]) -> Iterator[Any]:
+    """A generator over results, whether joblib gives one (it starts the calls at once) or a list."""
+    results = pool(calls)
+    return results if isinstance(results, Generator) else (each for each in results)
 
 
 def _stop_loky() -> None:

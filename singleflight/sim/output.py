@@ -25,6 +25,7 @@ from singleflight.sim.sweep import ReconcileError, Swept
 
 MANIFEST = "manifest.json"
 PARTS = ".parts"
+WRITING = ".writing-"
 _VERSIONS = ("numpy", "numba", "pyarrow", "joblib", "matplotlib", "typer", "rich")
 
 
@@ -79,7 +80,7 @@ def publish(
         OSError: something cannot be written; `out` is then as it was.
         ReconcileError: a cohort file has not as many rows as there are cohorts.
     """
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=out) as temporary:
+    with tempfile.TemporaryDirectory(prefix=WRITING, dir=out, ignore_cleanup_errors=True) as temporary:
         staging = Path(temporary)
         calls = [
             joblib.delayed(write_trace)(
@@ -110,6 +111,12 @@ def publish(
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             (staging / path).replace(out / path)
     return [str(path) for path in files]
+
+
+def tidy(out: Path) -> None:
+    """Remove what a sweep that was killed, or its workers, left half-written in `out`."""
+    for folder in out.glob(f"{WRITING}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def versions() -> dict[str, str]:

@@ -56,6 +56,7 @@ def run(
         with workers(chosen, address, jobs) as submit:
             traces = _read(readers, parts)
             out.mkdir(parents=True, exist_ok=True)
+            output.tidy(out)
             gaps = {name: statistics(columns, grid.windows) for name, columns in traces.items()}
             swept = _with_progress(list(traces.values()), grid, parts, submit)
             results = dict(zip(traces, swept, strict=True))
@@ -143,6 +144,7 @@ def _reconciled(results: dict[str, Swept], elapsed: float) -> str:
 
 
 def _interrupted(out: Path, parts: Parts, made: list[Path]) -> int:
+    output.tidy(out)
     kept = parts.tidy()
     if kept:
         typer.echo(

@@ -1,7 +1,7 @@
 """Reverse tests: each breaks a rule on purpose and shows that the right rule gives something else.
 
-A model that is wrong in one of these ways gives clean answers (hazards M3 to M5), so agreeing with itself proves
-nothing: the broken one has to be seen to differ.
+A model that is wrong in one of these ways gives clean answers (hazards M3 to M5), so agreeing with itself
+proves nothing: the broken one has to be seen to differ.
 """
 
 import json

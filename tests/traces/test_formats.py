@@ -21,7 +21,14 @@ CHAT = {"chat_id": 159, "parent_chat_id": 55, "type": "text", "turn": 2}
 
 
 def bailian(**changes: Any) -> dict[str, Any]:
-    return {**CHAT, "timestamp": 61.114, "input_length": 30, "output_length": 5, "hash_ids": [1, 2], **changes}
+    return {
+        **CHAT,
+        "timestamp": 61.114,
+        "input_length": 30,
+        "output_length": 5,
+        "hash_ids": [1, 2],
+        **changes,
+    }
 
 
 def test_mooncake_is_milliseconds_and_512_tokens(write: Callable[..., str], good_row: Row) -> None:
@@ -45,7 +52,9 @@ def test_bailian_chat_fields_are_checked(change: dict[str, Any], write: Callable
 
 
 def test_chat_fields_may_be_left_out(write: Callable[..., str]) -> None:
-    bare = {name: value for name, value in bailian().items() if name not in ("parent_chat_id", "type", "turn")}
+    bare = {
+        name: value for name, value in bailian().items() if name not in ("parent_chat_id", "type", "turn")
+    }
     assert len(read(write(bare))) == 1
 
 
@@ -64,7 +73,10 @@ def test_milliseconds_seconds_and_fractions_are_one_trace(write: Callable[..., s
     rest = b'"input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}'
     assert read(write(*(each + rest for each in fractions)), Options(unit="s")) == ms
     whole = [t for t in times if t % 1000 == 0]
-    assert [r.timestamp_ms for r in read(write(*(good_row(timestamp=t // 1000) for t in whole)), Options(unit="s"))] == whole
+    assert [
+        r.timestamp_ms
+        for r in read(write(*(good_row(timestamp=t // 1000) for t in whole)), Options(unit="s"))
+    ] == whole
 
 
 def test_other_block_sizes_are_declared(write: Callable[..., str], good_row: Row) -> None:
@@ -144,9 +156,7 @@ def test_seconds_read_as_milliseconds_are_warned_about(write: Callable[..., str]
     assert reader.notices == []
 
 
-def test_microseconds_read_as_milliseconds_are_warned_about(
-    write: Callable[..., str], good_row: Row
-) -> None:
+def test_microseconds_read_as_milliseconds_are_warned_about(write: Callable[..., str], good_row: Row) -> None:
     reader = TraceReader(write(*(good_row(timestamp=t * 10**6) for t in range(7200))))
     list(reader)
     assert any("days" in notice for notice in reader.notices)
@@ -163,7 +173,15 @@ def test_synthetic_traces_are_seeded_and_in_order(pattern: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"pattern": "x"}, {"requests": 0}, {"fan_in": 0}, {"rate": 0}, {"rate": float("nan")}, {"spread_ms": -1}]
+    "bad",
+    [
+        {"pattern": "x"},
+        {"requests": 0},
+        {"fan_in": 0},
+        {"rate": 0},
+        {"rate": float("nan")},
+        {"spread_ms": -1},
+    ],
 )
 def test_synthetic_parameters_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="accepted"):
