@@ -7,7 +7,7 @@ What makes it fast without changing a rule:
 - W is constant, so loads end in the order they were opened (R6): the open loads are the tail of an
   append-only log, and "is this block loading" is one comparison with the number of loads already ended. All
   loads of a request end together, so a time is kept a request, not a load.
-- The LRU is a doubly linked list in an int32 array; a sentinel node closes the ring, so no end is special.
+- The LRU is a doubly linked list in an int32 array, closed by a sentinel node; where every block fits, no list.
 - A block's links and its last load sit in one 16-byte row: one cache line a lookup.
 
 All compiled code is in this file because numba's cache watches the file a function is defined in, and no
@@ -142,9 +142,11 @@ with _our_cache():
             for b in range(sentinel):
                 rows[b, NEXT] = ABSENT
                 rows[b, LOAD] = -1
-            rows[sentinel, PREV] = sentinel
-            rows[sentinel, NEXT] = sentinel
+            rows[sentinel, PREV] = sentinel  # the least recently used block, once there is one
+            recent = sentinel  # the most recently used one
             size = 0
+            # With room for every block nothing is evicted, and then order decides nothing.
+            ordered = sentinel > capacity
             ended = opened  # loads before this one have ended
             due = starts[i]  # the first request whose loads have not
             for r in range(starts[i], starts[i + 1]):
@@ -155,17 +157,21 @@ with _our_cache():
                     for k in range(ended, load_first[due]):  # R7
                         b = load_block[k]
                         after = rows[b, NEXT]
+                        if not ordered:
+                            rows[b, NEXT] = sentinel
+                            continue
                         if after == ABSENT:
                             size += 1
+                        elif b == recent:
+                            continue
                         else:
                             before = rows[b, PREV]
                             rows[before, NEXT] = after
                             rows[after, PREV] = before
-                        front = rows[sentinel, NEXT]
                         rows[b, PREV] = sentinel
-                        rows[b, NEXT] = front
-                        rows[front, PREV] = b
-                        rows[sentinel, NEXT] = b
+                        rows[b, NEXT] = recent
+                        rows[recent, PREV] = b
+                        recent = b
                         if size > capacity:
                             size -= 1
                             victim = rows[sentinel, PREV]
@@ -182,15 +188,14 @@ with _our_cache():
                     after = rows[b, NEXT]
                     if after != ABSENT and not broken:  # R8
                         hits += 1
-                        before = rows[b, PREV]
-                        if before != sentinel:
+                        if ordered and b != recent:
+                            before = rows[b, PREV]
                             rows[before, NEXT] = after
                             rows[after, PREV] = before
-                            front = rows[sentinel, NEXT]
                             rows[b, PREV] = sentinel
-                            rows[b, NEXT] = front
-                            rows[front, PREV] = b
-                            rows[sentinel, NEXT] = b
+                            rows[b, NEXT] = recent
+                            rows[recent, PREV] = b
+                            recent = b
                         continue
                     broken = contiguous  # R9
                     load = rows[b, LOAD]
@@ -211,13 +216,18 @@ with _our_cache():
             # R11: cohorts by the leader's phase, open ones included.
             for r in range(starts[i], starts[i + 1]):
                 phase = steady[r]
+                alone = 0
                 for k in range(load_first[r], load_first[r + 1]):
                     fanin = load_fanin[k]
+                    if fanin == 1:
+                        alone += 1
+                        continue
                     if fanin >= own_hist.shape[1]:
                         own_hist = _widened(own_hist, 2 * fanin)
                         if own_hist.shape[1] > hist.shape[1]:
                             hist = _widened(hist, own_hist.shape[1])
                     own_hist[phase, fanin] += 1
+                own_hist[phase, 1] += alone
             for phase in range(2):
                 c = counts[i, phase]
                 c[ATTEMPTS] = c[LOOKUPS] - c[HITS]
