@@ -158,7 +158,7 @@ def sweep(traces: list[str], repeats: int) -> dict[str, Any]:
         command = [sys.executable, "-c", SWEEP, "sweep", *traces, "--out", str(out)]
 
         def once(**env: str) -> None:
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **env})
+            subprocess.run(command, check=True, capture_output=True, env={**os.environ, **env})
 
         cold = timed(1, lambda: once(NUMBA_CACHE_DIR=str(Path(scratch, "cache"))))
         once()  # warm the usual cache, whatever state it is in
@@ -175,7 +175,8 @@ def sweep(traces: list[str], repeats: int) -> dict[str, Any]:
 
 def peak_memory(command: list[str]) -> float:
     """Largest proportional set size, MiB, of a command and all it starts, sampled every 50 ms."""
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    quiet = subprocess.DEVNULL
+    running = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
     peak = 0.0
     done = threading.Event()
 
@@ -242,11 +243,11 @@ def main() -> None:
         )
     if not options.skip_sweep:
         result["sweep"] = sweep(options.traces, options.repeats)
-        warm = result["sweep"]["warm"]
+        swept, warm = result["sweep"], result["sweep"]["warm"]
         print(
-            f"sweep, {result['sweep']['configurations']} configurations: warm {warm['median_s']:.2f} s "
-            f"({warm['min_s']:.2f} to {warm['max_s']:.2f}), "
-            f"first run {result['sweep']['first_run_s']:.2f} s, peak memory {result['sweep']['peak_pss_mib']} MiB"
+            f"sweep, {swept['configurations']} configurations: warm {warm['median_s']:.2f} s "
+            f"({warm['min_s']:.2f} to {warm['max_s']:.2f}), first run {swept['first_run_s']:.2f} s, "
+            f"peak memory {swept['peak_pss_mib']} MiB"
         )
     result["environment"]["load_average_after"] = os.getloadavg()[0]
     out = options.out or RESULTS / f"{datetime.date.today()}.json"

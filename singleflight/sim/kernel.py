@@ -7,7 +7,8 @@ What makes it fast without changing a rule:
 - W is constant, so loads end in the order they were opened (R6): the open loads are the tail of an
   append-only log, and "is this block loading" is one comparison with the number of loads already ended. All
   loads of a request end together, so a time is kept a request, not a load.
-- The LRU is a doubly linked list in an int32 array, closed by a sentinel node; where every block fits, no list.
+- The LRU is a doubly linked list in an int32 array, closed by a sentinel node; where every block fits there
+  is no list.
 - A block's links and its last load sit in one 16-byte row: one cache line a lookup.
 
 All compiled code is in this file because numba's cache watches the file a function is defined in, and no

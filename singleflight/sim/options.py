@@ -123,5 +123,9 @@ def open_trace(path: str, options: Options) -> TraceReader:
 
 
 def print_notices(reader: TraceReader) -> None:
+    """Say, beside the output, how a trace was read and what is odd about it: never a silent guess."""
+    if reader.form:
+        units = f"timestamps in {reader.unit}, {reader.block_size}-token blocks"
+        typer.echo(f"{reader.path}: {reader.form.name}, {units}", err=True)
     for notice in reader.notices:
         typer.echo(f"note: {notice}", err=True)

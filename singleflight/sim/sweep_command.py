@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -20,6 +21,7 @@ from singleflight.sim.backend import BACKENDS, BackendError, workers
 from singleflight.sim.columns import Columns
 from singleflight.sim.gaps import statistics
 from singleflight.sim.grid import Grid
+from singleflight.sim.options import print_notices
 from singleflight.sim.parts import Parts, trace_key
 from singleflight.sim.summary import summarise
 from singleflight.sim.sweep import ReconcileError, Swept, sweep
@@ -40,7 +42,8 @@ def run(
     """Run a sweep.
 
     Returns:
-        The exit code: 0; 1 when the results do not add up; 2 for an unusable backend; 130 when interrupted.
+        The exit code: 0; 1 when the results do not add up or a worker was killed; 2 for an unusable backend;
+        130 when interrupted.
 
     Raises:
         TraceError: a trace cannot be read; nothing was written.
@@ -77,6 +80,14 @@ def run(
         parts.remove()
     except KeyboardInterrupt:
         return _interrupted(out, parts, made)
+    except TerminatedWorkerError:
+        output.tidy(out)
+        typer.echo(
+            f"a worker process was killed (out of memory?); {parts.tidy()} finished parts are in "
+            f"{parts.folder}, the same command goes on from there",
+            err=True,
+        )
+        return 1
     except (BackendError, ReconcileError) as fault:
         parts.tidy()
         _remove_empty(made)
@@ -100,8 +111,8 @@ def _read(readers: list[TraceReader], parts: Parts) -> dict[str, Columns]:
         columns = Columns.from_requests(reader)
         parts.keys.append(trace_key(reader.sha256, columns))
         traces[reader.name] = columns
-        for notice in reader.notices:
-            typer.echo(f"note: {notice}", err=True)
+    for reader in readers:  # once it is known that all can be read: an error stands alone
+        print_notices(reader)
     return traces
 
 

@@ -70,6 +70,10 @@ class TestSimulate:
             )
         assert document["warmup"]["requests"] + document["steady"]["requests"] == 300
 
+    def test_how_the_trace_was_read_is_said(self, trace: Path) -> None:
+        result = call("simulate", trace, "--window-ms", 60, "--json")
+        assert result.stderr == f"{trace}: mooncake, timestamps in ms, 512-token blocks\n"
+
     def test_table(self, trace: Path) -> None:
         result = call("simulate", trace, "--window-ms", 60)
         assert result.exit_code == 0
@@ -233,6 +237,23 @@ class TestSweep:
         assert fresh.returncode == 0, fresh.stderr
         tables = [path / "big" / "phase_rows.csv" for path in (out, tmp_path / "fresh")]
         assert tables[0].read_bytes() == tables[1].read_bytes()
+
+    def test_a_killed_worker_keeps_what_is_finished(self, trace: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        die = (
+            "import os; from singleflight.sim import work\n"
+            "def run(task, columns, cohorts=None):\n"
+            "    if task.configs[0].instances == 2: os.kill(os.getpid(), 9)\n"
+            "    return whole(task, columns, cohorts)\n"
+            "whole, work.run = work.run, run\n"
+        )
+        arguments = ("sweep", trace, "--out", out, *GRID, "--jobs", "2")
+        done = process(*arguments, code=die + RUN)
+        assert done.returncode == 1, done.stderr
+        assert "a worker process was killed" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert {path.suffix for path in (out / output.PARTS).iterdir()} <= {".json"}
+        assert process(*arguments).returncode == 0
 
 
 def _alive(session: int) -> list[str]:
