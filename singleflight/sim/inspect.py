@@ -23,17 +23,8 @@ def describe(reader: TraceReader) -> dict[str, Any]:
     columns = Columns.from_requests(reader)
     gaps = statistics(columns, Grid().windows)
     span_s = (reader.last_ms - reader.first_ms) / 1000
-    assert reader.form is not None
     return {
-        "trace": reader.path,
-        "sha256": reader.sha256,
-        "format": reader.form.name,
-        "unit": reader.unit,
-        "block_size": reader.block_size,
-        "requests": reader.requests,
-        "skipped": [str(each) for each in reader.skipped],
-        "first_ms": reader.first_ms,
-        "last_ms": reader.last_ms,
+        **reader.about(),
         "requests_per_s": reader.requests / span_s if span_s else None,
         **gaps.as_json(),
         "notices": reader.notices,
@@ -54,7 +45,7 @@ def print_description(about: dict[str, Any]) -> None:
         "reuse gaps": _quantiles(about["gap_ms"]),
         "reuse within W": ", ".join(f"{window_label(w)} {n:,}" for w, n in about["within"].items()),
     }
-    table = Table(title=about["trace"], title_justify="left", show_header=False)
+    table = Table(title=about["path"], title_justify="left", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")  # a digest cut short is none
     for name, value in rows.items():

@@ -67,7 +67,7 @@ def run(
             summary_json = {
                 name: {**summaries[name].as_json(), "gaps": gaps[name].as_json()} for name in traces
             }
-            about = {"command": shlex.join(sys.argv), "inputs": {r.name: _input(r) for r in readers}}
+            about = {"command": shlex.join(sys.argv), "inputs": {r.name: r.about() for r in readers}}
             files = output.publish(
                 out,
                 {name: (traces[name], results[name]) for name in traces},
@@ -128,20 +128,6 @@ def _here(calls: Iterable[Any]) -> Iterator[Any]:
     """Run joblib calls in this process: a cluster's workers do not have our result folder."""
     for function, args, options in calls:
         yield function(*args, **options)
-
-
-def _input(reader: TraceReader) -> dict[str, Any]:
-    assert reader.form is not None
-    return {
-        "path": reader.path,
-        "sha256": reader.sha256,
-        "format": reader.form.name,
-        "unit": reader.unit,
-        "block_size": reader.block_size,
-        "sorted": reader.options.sort,
-        "requests": reader.requests,
-        "skipped": [str(each) for each in reader.skipped],
-    }
 
 
 def _reconciled(results: dict[str, Swept], elapsed: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from singleflight.traces import lengths_only
 from singleflight.traces.bailian import BAILIAN
@@ -16,10 +17,13 @@ from singleflight.traces.source import MAX_LINE, Source, stem
 
 FORMATS: dict[str, Format] = {form.name: form for form in (MOONCAKE, BAILIAN)}
 
-FAST_PER_SECOND = 1000.0
+FEW = 20
+"""Requests below which a rate says nothing about the unit."""
+FAST_PER_S = 50.0
 """Mean arrivals a second above which a trace is more likely one whose seconds were read as milliseconds."""
-LONG_DAYS = 60.0
-"""Span above which it is more likely one whose milliseconds, or smaller, were read as something larger."""
+SLOW_PER_S = 1 / 60
+"""And below which it is more likely one whose milliseconds were read as seconds, or microseconds as
+milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -162,17 +166,28 @@ class TraceReader:
             )
             self.notices += [f"left out {each}" for each in self.skipped[:5]]
         span_s = (self.last_ms - self.first_ms) / 1000
-        days = span_s / 86400
-        if self.requests >= 100 and self.requests > FAST_PER_SECOND * span_s:
-            self.notices.append(
-                f"{self.path}: {self.requests} requests in {span_s:g} s, read as {self.unit}; "
-                "if its timestamps are seconds, say --unit s"
-            )
-        elif days > LONG_DAYS:
-            self.notices.append(
-                f"{self.path}: spans {days:.0f} days, read as {self.unit}; "
-                "is the unit right? --unit ms and --unit s are known, smaller ones need converting first"
-            )
+        read = f"{self.path}: {self.requests} requests over {span_s:g} s, timestamps read as {self.unit}; "
+        if self.requests >= FEW and self.requests > FAST_PER_S * span_s:
+            other = "if they are seconds, say --unit s" if self.unit == "ms" else "is the unit right?"
+            self.notices.append(read + other)
+        elif self.requests >= FEW and self.requests < SLOW_PER_S * span_s:
+            other = "if they are milliseconds, say --unit ms" if self.unit == "s" else "is the unit right?"
+            self.notices.append(read + other)
+
+    def about(self) -> dict[str, Any]:
+        """What was read and how, for reports; complete when the iteration is."""
+        return {
+            "path": self.path,
+            "sha256": self.sha256,
+            "format": self.form.name if self.form else None,
+            "unit": self.unit,
+            "block_size": self.block_size,
+            "sorted": self.options.sort,
+            "requests": self.requests,
+            "first_ms": self.first_ms,
+            "last_ms": self.last_ms,
+            "skipped": [str(each) for each in self.skipped],
+        }
 
 
 def read(path: str, options: Options = Options()) -> list[Request]:
