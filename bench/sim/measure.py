@@ -53,7 +53,6 @@ def environment() -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in names},
         "code_version": code_version(),
