@@ -41,7 +41,7 @@ def workers(backend: Backend, address: str | None, jobs: int) -> Iterator[Submit
             stack.enter_context(_dask(address))
             jobs = -1
         elif backend == "ray":
-            _ray(address)
+            stack.callback(_ray(address))
             jobs = -1
         elif address is not None:
             raise BackendError("--address goes with --backend dask or ray; loky runs on this machine")
@@ -89,8 +89,8 @@ def _stop_loky() -> None:
 def _dask(address: str | None) -> Any:
     try:
         from dask import distributed
-    except ImportError:
-        raise BackendError("--backend dask needs: pip install 'kv-singleflight[sim-dask]'") from None
+    except ImportError as fault:
+        raise BackendError(f"--backend dask: {fault}: pip install 'kv-singleflight[sim-dask]'") from None
     if address is None:
         raise BackendError("--backend dask needs --address, e.g. tcp://127.0.0.1:8786")
     try:
@@ -101,14 +101,16 @@ def _dask(address: str | None) -> Any:
     return client
 
 
-def _ray(address: str | None) -> None:
+def _ray(address: str | None) -> Callable[[], object]:
     try:
         import ray
         from ray.util.joblib import register_ray
-    except ImportError:
-        raise BackendError("--backend ray needs: pip install 'kv-singleflight[sim-ray]'") from None
+    except ImportError as fault:
+        raise BackendError(f"--backend ray: {fault}: pip install 'kv-singleflight[sim-ray]'") from None
     try:
         ray.init(address=address, ignore_reinit_error=True)
-    except (ConnectionError, ValueError) as fault:
+    except (ConnectionError, RuntimeError, ValueError) as fault:
         raise BackendError(f"no ray cluster answers at {address}: {fault}") from None
     register_ray()
+    shutdown: Callable[[], object] = ray.shutdown
+    return shutdown
