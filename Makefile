@@ -1,0 +1,40 @@
+# Two commands set a fresh machine up: `make demo` and `make test`. Each is complete on its own.
+#
+#   make demo                       the main job on a real stack, CPU
+#   make demo CONNECTOR_EXTRA=gpu   the same with vllm and mooncake-transfer-engine
+#   make test                       every test
+#   make lint                       ruff, mypy, import-linter
+#   make clean                      removes .venv and what the commands wrote
+
+SHELL := /bin/bash
+CONNECTOR_EXTRA ?= cpu
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.installed-demo-$(CONNECTOR_EXTRA)
+TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(DEMO_STAMP)
+	$(BIN)/singleflight demo --out demo-out
+
+test: $(TEST_STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(DEMO_STAMP): pyproject.toml .ci/setup
+	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),plot'
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml .ci/setup
+	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),all,test,lint'
+	@touch $@ $(DEMO_STAMP)
+
+clean:
+	rm -rf $(VENV) demo-out

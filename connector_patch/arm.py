@@ -1,0 +1,85 @@
+"""One arm of a comparison: an engine in a process of its own, driven by JSON lines over a socket.
+
+`python -m connector_patch.arm --fd N --model DIR --connector NAME` answers {"ready": ...} and then one
+line for each command, until the other end closes. `singleflight.arms` is the other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from . import compat
+
+
+class Arm:
+    """Commands, by name."""
+
+    def __init__(self, model: str, connector: str | None, extra: dict[str, Any]) -> None:
+        from .engine import Engine
+        from .plugin import NAME
+
+        if connector == NAME and (reason := compat.missing_feature()):
+            raise RuntimeError(reason)
+        self.engine = Engine(model, connector, extra)
+        if reason := getattr(self.engine.connector, "passes_through", None):
+            raise RuntimeError(reason)
+
+    def cold(self) -> dict[str, Any]:
+        self.engine.cold()
+        return {}
+
+    def burst(
+        self,
+        prompts: dict[str, list[int]],
+        max_tokens: int = 4,
+        barrier: bool = False,
+        bytes_per_s: float | None = None,
+    ) -> dict[str, Any]:
+        if self.engine.connector is None:
+            return asdict(self.engine.burst(prompts, max_tokens))
+        self.engine.gate.bytes_per_s = bytes_per_s
+        self.engine.recorder.take()
+        burst = self.engine.burst(prompts, max_tokens, barrier)
+        counts = self.engine.recorder.take().as_json()
+        self.engine.settle()
+        return {"counts": counts, **asdict(burst)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--connector", required=True, help='its name, or "none"')
+    parser.add_argument("--extra", type=json.loads, default={}, help="kv_connector_extra_config, JSON")
+    args = parser.parse_args()
+    with socket.socket(fileno=args.fd) as sock, sock.makefile("rw") as wire:
+
+        def say(answer: dict[str, Any]) -> None:
+            wire.write(json.dumps(answer) + "\n")
+            wire.flush()
+
+        try:
+            arm = Arm(args.model, None if args.connector == "none" else args.connector, args.extra)
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {error}"})
+            raise
+        say({"ready": True})
+        for line in wire:
+            command = json.loads(line)
+            name = command.pop("command")
+            try:
+                say(getattr(arm, name)(**command))
+            except Exception as error:
+                say({"error": f"{type(error).__name__}: {error}"})
+                raise
+    arm.engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

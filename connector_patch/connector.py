@@ -1,0 +1,137 @@
+"""SingleFlightMooncakeStoreConnector: the stock connector with one more idea. Thin: it delegates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreConnectorMetadata
+from vllm.logger import init_logger
+
+from . import compat, config, metrics
+from .attach import AttachScheduler
+from .worker import SingleFlightMetadata, acknowledged, harden
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorTransferResults,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+# Under vllm's name, so that its logging configuration shows our one line.
+logger = init_logger(f"vllm.{__name__}")
+
+
+class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
+    """`MooncakeStoreConnector`, in which concurrent loads of one block become one load.
+
+    Raises ValueError at construction for a wrong `kv_connector_extra_config.singleflight`.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.singleflight = config.parse(extra.get("singleflight"))
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.attach: AttachScheduler | None = None
+        self.passes_through: str | None = None
+        """Why attach mode, though asked for, is not on; None if it is on or was not asked for."""
+
+    # -- scheduler side; `attach` is None when off or passing through, and everything is stock ----------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.singleflight.mode is config.Mode.OFF:
+            return
+        assert self.connector_scheduler is not None
+        reason = (
+            compat.missing_feature()
+            or compat.unsupported_setup(self._vllm_config, self._kv_cache_config)
+            or compat.unsupported_manager(kv_cache_manager, self.connector_scheduler)
+        )
+        if reason is not None:
+            self.passes_through = reason
+            logger.warning("kv-singleflight passes through to the stock connector: %s.", reason)
+            return
+        self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight)
+        self._deltas = metrics.Deltas(self.attach.table.stats)
+        logger.info("kv-singleflight: attach mode is on.")
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self.attach is None:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return self.attach.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self.attach is None:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        else:
+            self.attach.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        if self.attach is None:
+            return meta
+        assert isinstance(meta, MooncakeStoreConnectorMetadata)
+        return SingleFlightMetadata(meta, self.attach.acknowledgements())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        if self.attach is not None:
+            self.attach.output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self.attach is not None:
+            self.attach.finished(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        if self.attach is not None:
+            self.attach.reset()
+        return super().reset_cache()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return super().get_kv_connector_stats() if self.attach is None else self._deltas.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return metrics.SingleFlightStats(data=data) if data is not None else metrics.SingleFlightStats()
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
+        return metrics.SingleFlightPromMetrics(*arguments)
+
+    # -- worker side -------------------------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if isinstance(self._get_connector_metadata(), SingleFlightMetadata):
+            assert self.connector_worker is not None
+            harden(self.connector_worker)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, SingleFlightMetadata):
+            return acknowledged(results, metadata)
+        return results

@@ -1,0 +1,156 @@
+"""A small real vLLM engine in this process, with its connector within reach.
+
+The environment must be set before vLLM is imported: see `singleflight.embedded.Stack.env`. Scheduler and
+worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a caller decides when a step runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from .instrument import instrument
+from .plugin import NAME, register
+
+STOCK = "MooncakeStoreConnector"
+BLOCK_SIZE = 32
+"""Tokens a block; vLLM on CPU wants a multiple of 32."""
+IDLE_S = 60.0
+"""How long draining may take before it counts as stuck."""
+
+
+@dataclass
+class Burst:
+    """What became of requests that arrived together.
+
+    Attributes:
+        tokens: request id -> generated token ids.
+        ttft_s: request id -> seconds from the burst's start to its first token.
+        wall_s: seconds from the burst's start to the last token.
+    """
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ttft_s: dict[str, float] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+class Engine:
+    """`MooncakeStoreConnector` ("stock"), ours, or no connector at all, on the tiny model in float32."""
+
+    def __init__(
+        self,
+        model: str,
+        connector: str | None,
+        extra: Mapping[str, Any] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        register()
+        transfer = None
+        if connector is not None:
+            settings = dict(extra or {})
+            if connector == NAME:
+                settings.setdefault("singleflight", {"mode": "attach"})
+            transfer = {
+                "kv_connector": connector,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": settings,
+                **engine_args.pop("kv_transfer", {}),
+            }
+        arguments: dict[str, Any] = {
+            "model": model,
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 8192,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 128,
+            "kv_transfer_config": transfer,
+            **engine_args,
+        }
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.core: Any = self.llm.engine_core.engine_core  # type: ignore[attr-defined]
+        self.scheduler: Any = self.core.scheduler
+        self.connector: Any = self.scheduler.connector
+        if connector is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            # In the same process, so it is the worker's own.
+            self.worker_connector = cast(Any, get_kv_transfer_group())
+            self.recorder, self.gate = instrument(self.connector, self.worker_connector)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, **sampling: Any) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
+        self.llm.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters)
+
+    def step(self) -> list[Any]:
+        """One engine step; the outputs it made."""
+        return self.llm.step()
+
+    def collect(self, started: float, burst: Burst) -> Iterator[None]:
+        """Step until no request is unfinished, filling `burst`; yields after every step."""
+        while self.llm.has_unfinished_requests():
+            for output in self.step():
+                burst.ttft_s.setdefault(output.request_id, time.perf_counter() - started)
+                if output.finished:
+                    burst.tokens[output.request_id] = list(output.outputs[0].token_ids)
+            yield
+        burst.wall_s = time.perf_counter() - started
+
+    def burst(
+        self, prompts: Mapping[str, Sequence[int]], max_tokens: int = 4, barrier: bool = False
+    ) -> Burst:
+        """Run requests that arrive together. With `barrier`, no Get starts before all are scheduled.
+
+        Raises TimeoutError if they are not all scheduled in time.
+        """
+        if barrier:
+            self.gate.open.clear()
+        started, burst = time.perf_counter(), Burst()
+        try:
+            for request_id, prompt in prompts.items():
+                self.add(request_id, prompt, max_tokens)
+            steps = self.collect(started, burst)
+            while barrier and len(self.recorder.waiting) < len(prompts):
+                ended = next(steps, "ended") == "ended"
+                if ended or time.perf_counter() - started > IDLE_S:
+                    raise TimeoutError(
+                        f"only {len(self.recorder.waiting)} of {len(prompts)} requests were scheduled"
+                    )
+        finally:
+            if barrier:
+                self.gate.open.set()
+        for _ in steps:
+            pass
+        return burst
+
+    # -- the caches --------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Step until nothing is left to do: requests, delayed frees, store jobs. TimeoutError if stuck."""
+        limit = time.monotonic() + IDLE_S
+        while self.scheduler.has_requests():
+            self.step()
+            if time.monotonic() > limit:
+                raise TimeoutError("the engine still has work that does not end")
+
+    def cold(self) -> None:
+        """Empty the local prefix cache; the store keeps what it has. RuntimeError if vLLM refuses."""
+        self.settle()
+        if not self.scheduler.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        self.llm.engine_core.shutdown()

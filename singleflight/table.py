@@ -1,0 +1,336 @@
+"""The pending-block table: which block is being loaded by whom, and who waits for it.
+
+Sans-IO: no clock, no thread, no callback. The driver passes `now` (monotonic seconds), carries out the
+effects that a call returns, and reports what the world did. Not thread-safe: one driver, one thread.
+
+Removal is compare-and-delete: a hash leaves the table only while it still points at the flight that
+leaves (hazards H2, H4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .flight import Event, Flight, State
+from .policy import Policy
+from .stats import Outcome, Reason, Stats
+
+FORGETTING = 0.9
+"""What is left of the longest observed load after each shorter one: it halves in seven."""
+
+
+class Segment(NamedTuple):
+    """Blocks [start, start + length) of one flight."""
+
+    flight: Flight
+    start: int
+    length: int
+
+    @property
+    def destination(self) -> tuple[Any, ...]:
+        return self.flight.destination[self.start : self.start + self.length]
+
+
+class Publish(NamedTuple):
+    """Effect: make the landed flight's blocks local prefix-cache hits, now, before its followers go on."""
+
+    flight: Flight
+
+
+class Left(NamedTuple):
+    """Effect: the follower is out of the table, by this outcome (and reason, if it fell back)."""
+
+    request: Hashable
+    outcome: Outcome
+    reason: Reason | None = None
+
+
+Effect = Publish | Left
+
+
+@dataclass(slots=True)
+class _Member:
+    """What is remembered of a request from its first attachment until it is ready or forgotten."""
+
+    deadline: float
+    waits_for: dict[int, Flight] = field(default_factory=dict)
+    handovers: int = 0
+
+
+class PendingBlockTable:
+    """hash -> (flight, index), the flights, and their followers."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.stats = Stats()
+        self._pending: dict[Hashable, tuple[Flight, int]] = {}
+        self._flights: dict[int, Flight] = {}
+        self._leads: dict[Hashable, Flight] = {}
+        self._members: dict[Hashable, _Member] = {}
+        self._slowest_s = 0.0  # the longest load lately, forgotten a little with every shorter one
+        self._next_deadline = math.inf  # never later than the earliest deadline of a waiting member
+        self._generation = 0
+
+    # -- questions; they change nothing and may be asked any number of times ---------------------------
+
+    def __len__(self) -> int:
+        """Pending blocks; 0 on an idle server, where this is all that a probe costs."""
+        return len(self._pending)
+
+    def find(self, block_hash: Hashable) -> tuple[Flight, int] | None:
+        """The flight that loads this block and the block's index in it, if one may still be joined."""
+        return self._pending.get(block_hash)
+
+    def run(self, hashes: Sequence[Hashable], start: int, stop: int) -> list[Segment]:
+        """The longest run of pending blocks that begins at hashes[start] and ends before `stop`.
+
+        A run may cross flights (A leads 1-8, B adopts them and leads 9-12): one Segment for each.
+        """
+        segments: list[Segment] = []
+        i = start
+        while i < stop and (found := self._pending.get(hashes[i])) is not None:
+            flight, first = found
+            count = 1
+            while i + count < stop and self._pending.get(hashes[i + count]) == (flight, first + count):
+                count += 1
+            segments.append(Segment(flight, first, count))
+            i += count
+        return segments
+
+    def may_join(self, request: Hashable, now: float) -> bool:
+        """False once the request has used up its hand-overs or its deadline: it goes alone."""
+        member = self._members.get(request)
+        return member is None or (member.handovers <= self.policy.max_handovers and now < member.deadline)
+
+    def budget_s(self, blocks: int) -> float:
+        """Seconds from attach to ready for flights of `blocks` blocks together: the policy's, or more where
+        loads have taken long lately and the policy asks to learn from that."""
+        return max(self.policy.budget_s(blocks), self.policy.deadline_learned_factor * self._slowest_s)
+
+    def leads(self, request: Hashable) -> Flight | None:
+        return self._leads.get(request)
+
+    def waiting(self, request: Hashable) -> bool:
+        member = self._members.get(request)
+        return member is not None and bool(member.waits_for)
+
+    # -- what requests do --------------------------------------------------------------------------------
+
+    def lead(
+        self,
+        request: Hashable,
+        hashes: Sequence[Hashable],
+        destination: Sequence[Any],
+        now: float,
+        miss: Hashable | None = None,
+    ) -> Flight | None:
+        """Register the load that `request` has just been given destinations for.
+
+        Hashes that are already pending stay with their flight. Returns None where the flight is not
+        registered (table full, or the request goes alone): the load then runs as in stock vLLM.
+        Raises ValueError, and changes nothing, if the request already leads, if the lengths differ, or if
+        there is nothing to lead.
+        """
+        if request in self._leads:
+            raise ValueError(f"{request!r} already leads {self._leads[request]!r}")
+        flight = Flight(self._generation + 1, request, hashes, destination, now, miss)
+        if not self.may_join(request, now):
+            self.stats.alone += 1
+            return None
+        if len(self._pending) + len(hashes) > self.policy.max_blocks:
+            self.stats.unregistered += 1
+            return None
+        self._generation = flight.generation
+        self._flights[flight.generation] = flight
+        self._leads[request] = flight
+        for index, block_hash in enumerate(flight.hashes):
+            self._pending.setdefault(block_hash, (flight, index))
+        self.stats.flights += 1
+        self.stats.blocks_led += len(flight.hashes)
+        return flight
+
+    def attach(
+        self, request: Hashable, segments: Sequence[Segment], now: float, *, deadline: float | None = None
+    ) -> None:
+        """Make `request` a follower of each segment's flight, until all of them have landed.
+
+        `deadline` is a time on the driver's clock; without one it is `now` plus the budget for all blocks of
+        these flights, since a block is ready when its whole flight is. It counts from the first attachment,
+        and a hand-over does not restart it.
+        Raises ValueError, and changes nothing, if there is nothing to attach to, if a flight can no
+        longer be joined, if the request leads one of them, waits already, or goes alone.
+        """
+        if not segments:
+            raise ValueError("nothing to attach to")
+        if any(not s.flight.joinable or s.flight is self._leads.get(request) for s in segments):
+            raise ValueError(f"{request!r} cannot join {[s.flight for s in segments]!r}")
+        if self.waiting(request):
+            raise ValueError(f"{request!r} waits already")
+        if not self.may_join(request, now):
+            raise ValueError(f"{request!r} goes alone")
+        blocks = sum(s.length for s in segments)
+        member = self._members.get(request)
+        if member is None:
+            size = sum(len(flight.hashes) for flight in {s.flight for s in segments})
+            until = now + self.budget_s(size) if deadline is None else deadline
+            member = self._members[request] = _Member(until)
+        for segment in segments:
+            flight = segment.flight
+            if flight.generation not in member.waits_for:
+                member.waits_for[flight.generation] = flight
+                flight.followers[request] = None
+                flight.fan_in += 1
+        self._next_deadline = min(self._next_deadline, member.deadline)
+        self.stats.attached += 1
+        self.stats.blocks_adopted += blocks
+
+    def leave(self, request: Hashable) -> list[Left]:
+        """The request is gone (finished or aborted): forget it.
+
+        As a follower it is CANCELLED and drops only its own references. A flight that it leads is
+        orphaned: the load runs on and followers finish. Unknown requests are fine.
+        """
+        effects: list[Left] = []
+        member = self._members.get(request)
+        if member is not None and member.waits_for:
+            effects.append(self._release(request, Outcome.CANCELLED))
+        self._members.pop(request, None)
+        flight = self._leads.pop(request, None)
+        if flight is not None:
+            if flight.state is State.LOADING:
+                self.stats.orphaned += 1
+            flight.apply(Event.LEADER_LEFT)
+        return effects
+
+    def detach(self, request: Hashable) -> list[Left]:
+        """The request stops waiting, but lives on: its own load failed, so it starts again anyway."""
+        return [self._release(request, Outcome.CANCELLED)] if self.waiting(request) else []
+
+    # -- what loads do -----------------------------------------------------------------------------------
+
+    def land(self, generation: int, now: float | None = None) -> list[Effect]:
+        """The load of this flight is complete: publish it, and release followers it was the last for.
+
+        A flight that a reset has discarded is not published. With `now`, deadlines learn how long it took.
+        """
+        flight = self._end(generation)
+        if flight is None:
+            return []
+        if now is not None:
+            self._slowest_s = max(now - flight.started, self._slowest_s * FORGETTING)
+        effects: list[Effect] = [] if flight.state is State.DISCARDED else [Publish(flight)]
+        flight.apply(Event.LAND)
+        self.stats.landed += 1
+        for request in list(flight.followers):
+            del flight.followers[request]
+            member = self._members[request]
+            del member.waits_for[generation]
+            if not member.waits_for:
+                del self._members[request]
+                self.stats.ready += 1
+                effects.append(Left(request, Outcome.READY))
+        return effects
+
+    def fail(self, generation: int) -> list[Left]:
+        """The load of this flight failed, in whole or in part: every follower falls back."""
+        flight = self._end(generation, failed=True)
+        if flight is None:
+            return []
+        flight.apply(Event.FAIL)
+        self.stats.failed += 1
+        return self._release_followers(flight, Reason.LEADER_FAILED)
+
+    # -- what time and operators do ----------------------------------------------------------------------
+
+    def expire(self, now: float) -> list[Left]:
+        """Followers whose deadline has passed fall back; flights that have outlived their budget are overdue.
+
+        Overdue, not removed: the load still runs into its blocks. But nobody new joins it, and the next
+        request for these blocks may lead (hazard H4). Costs one comparison while nothing is due.
+        """
+        if now < self._next_deadline:
+            return []
+        effects: list[Left] = []
+        waiting = [(request, member) for request, member in self._members.items() if member.waits_for]
+        for request, member in waiting:
+            if member.deadline <= now:
+                for flight in member.waits_for.values():
+                    self._judge(flight, now)
+                effects.append(self._release(request, Outcome.FELL_BACK, Reason.DEADLINE))
+        self._next_deadline = min((m.deadline for _, m in waiting if m.waits_for), default=math.inf)
+        return effects
+
+    def expire_one(self, request: Hashable, now: float) -> list[Left]:
+        """This request waits no longer: for a driver with a timer for each one. O(1) in requests."""
+        member = self._members.get(request)
+        flights = list(member.waits_for.values()) if member is not None else []
+        if request in self._leads:
+            flights.append(self._leads[request])
+        for flight in flights:
+            self._judge(flight, now)
+        return [self._release(request, Outcome.FELL_BACK, Reason.DEADLINE)] if self.waiting(request) else []
+
+    def reset(self) -> list[Left]:
+        """The caches are being reset: no flight in the air may be joined or published any more."""
+        effects: list[Left] = []
+        for flight in self._flights.values():
+            if flight.state is not State.DISCARDED:
+                self.stats.discarded += 1
+            self._unlist(flight)
+            flight.apply(Event.RESET)
+            effects += self._release_followers(flight, Reason.RESET)
+        return effects
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _end(self, generation: int, failed: bool = False) -> Flight | None:
+        flight = self._flights.pop(generation, None)
+        if flight is None:
+            self.stats.stale_reports += 1
+            return None
+        self._unlist(flight)
+        if self._leads.get(flight.leader) is flight:
+            del self._leads[flight.leader]
+            if failed and (member := self._members.get(flight.leader)) is not None:
+                member.handovers += 1  # as for its followers: or it could lead a broken key for ever
+        self.stats.fan_in[flight.fan_in] += 1
+        return flight
+
+    def _judge(self, flight: Flight, now: float) -> None:
+        """A flight that a follower gave up is overdue once it has run for the budget of its own size: a
+        follower in a hurry, or with little time left after a hand-over, does not speak for all (J2)."""
+        if flight.joinable and flight.started + self.budget_s(len(flight.hashes)) <= now:
+            self.stats.overdue += 1
+            self._unlist(flight)
+            flight.apply(Event.OVERDUE)
+
+    def _unlist(self, flight: Flight) -> None:
+        for index, block_hash in enumerate(flight.hashes):
+            if self._pending.get(block_hash) == (flight, index):
+                del self._pending[block_hash]
+
+    def _release_followers(self, flight: Flight, reason: Reason) -> list[Left]:
+        return [self._release(request, Outcome.FELL_BACK, reason) for request in list(flight.followers)]
+
+    def _release(self, request: Hashable, outcome: Outcome, reason: Reason | None = None) -> Left:
+        """Take the request out of every flight it waits for."""
+        member = self._members[request]
+        for flight in member.waits_for.values():
+            del flight.followers[request]
+        member.waits_for.clear()
+        if outcome is Outcome.CANCELLED:
+            self.stats.cancelled += 1
+        else:
+            assert reason is not None
+            self.stats.fell_back[reason] += 1
+            member.handovers += 1
+        return Left(request, outcome, reason)
+
+    def __repr__(self) -> str:
+        return (
+            f"<PendingBlockTable blocks={len(self._pending)} flights={list(self._flights.values())!r}"
+            f" members={sorted(map(str, self._members))!r}>"
+        )
