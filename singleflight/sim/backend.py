@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import joblib
 
 from singleflight.sim import work
+from singleflight.sim.interrupt import shielded
 
 Backend = Literal["loky", "dask", "ray"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -50,13 +51,15 @@ def workers(backend: Backend, address: str | None, jobs: int) -> Iterator[Submit
             pool = joblib.Parallel(return_as=return_as, batch_size=1)
             # A worker needs a second to start and load numba: let it, while this process reads the traces.
             first = [joblib.delayed(work.warm)()] * pool.n_jobs if backend == "loky" else []
-            running: Any = _started(pool, first)
+            with shielded():
+                running: Any = _started(pool, first)
 
             def submit(calls: Iterable[Any]) -> Iterator[Any]:
                 nonlocal running
                 for _ in running:
                     pass
-                running = _started(pool, calls)
+                with shielded():
+                    running = _started(pool, calls)
                 return running  # type: ignore[no-any-return]
 
             try:

@@ -164,10 +164,14 @@ def reuse_gaps(path: Path, name: str, gaps: NDArray[np.int64], lookups: int, win
     axes.set_xscale("log")
     ticks = [*windows, *(t for t in (60_000, 600_000, 3_600_000) if 3 * max(windows) < t <= longest)]
     axes.set_xticks(ticks, [window_label(tick) for tick in ticks], fontsize=8)
-    axes.set_yscale("log")
     axes.minorticks_off()
     axes.set_xlim(shortest, longest)
-    axes.set_ylim(top=250)
+    if some.any():
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.set_ylim(top=250)
+    else:
+        axes.text(0.5, 0.5, "no block is asked for twice", transform=axes.transAxes, ha="center")
     axes.yaxis.set_major_formatter(_plain_percent)
     axes.text(
         0.01,

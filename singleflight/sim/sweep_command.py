@@ -21,6 +21,7 @@ from singleflight.sim.backend import BACKENDS, BackendError, workers
 from singleflight.sim.columns import Columns
 from singleflight.sim.gaps import statistics
 from singleflight.sim.grid import Grid
+from singleflight.sim.interrupt import Interrupts, interrupts
 from singleflight.sim.options import print_notices
 from singleflight.sim.parts import Parts, trace_key
 from singleflight.sim.summary import summarise
@@ -55,44 +56,46 @@ def run(
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     parts = Parts(out / output.PARTS, [], cohorts)
     chosen: Any = backend
-    try:
-        with workers(chosen, address, jobs) as submit:
-            traces = _read(readers, parts)
-            out.mkdir(parents=True, exist_ok=True)
+    with interrupts() as ctrl_c:
+        try:
+            with workers(chosen, address, jobs) as submit:
+                traces = _read(readers, parts)
+                out.mkdir(parents=True, exist_ok=True)
+                output.tidy(out)
+                gaps = {name: statistics(columns, grid.windows) for name, columns in traces.items()}
+                swept = _with_progress(list(traces.values()), grid, parts, submit, ctrl_c)
+                results = dict(zip(traces, swept, strict=True))
+                summaries = {name: summarise(each.outcomes) for name, each in results.items()}
+                summary_json = {
+                    name: {**summaries[name].as_json(), "gaps": gaps[name].as_json()} for name in traces
+                }
+                about = {"command": shlex.join(sys.argv), "inputs": {r.name: r.about() for r in readers}}
+                files = output.publish(
+                    out,
+                    {name: (traces[name], results[name]) for name in traces},
+                    summaries,
+                    grid,
+                    about,
+                    summary_json,
+                    submit if backend == "loky" else _here,
+                )
+                ctrl_c.done = True
+            parts.remove()
+        except KeyboardInterrupt:
+            return _interrupted(out, parts, made)
+        except TerminatedWorkerError:
             output.tidy(out)
-            gaps = {name: statistics(columns, grid.windows) for name, columns in traces.items()}
-            swept = _with_progress(list(traces.values()), grid, parts, submit)
-            results = dict(zip(traces, swept, strict=True))
-            summaries = {name: summarise(each.outcomes) for name, each in results.items()}
-            summary_json = {
-                name: {**summaries[name].as_json(), "gaps": gaps[name].as_json()} for name in traces
-            }
-            about = {"command": shlex.join(sys.argv), "inputs": {r.name: r.about() for r in readers}}
-            files = output.publish(
-                out,
-                {name: (traces[name], results[name]) for name in traces},
-                summaries,
-                grid,
-                about,
-                summary_json,
-                submit if backend == "loky" else _here,
+            typer.echo(
+                f"a worker process was killed (out of memory?); {parts.tidy()} finished parts are in "
+                f"{parts.folder}, the same command goes on from there",
+                err=True,
             )
-        parts.remove()
-    except KeyboardInterrupt:
-        return _interrupted(out, parts, made)
-    except TerminatedWorkerError:
-        output.tidy(out)
-        typer.echo(
-            f"a worker process was killed (out of memory?); {parts.tidy()} finished parts are in "
-            f"{parts.folder}, the same command goes on from there",
-            err=True,
-        )
-        return 1
-    except (BackendError, ReconcileError) as fault:
-        parts.tidy()
-        _remove_empty(made)
-        typer.echo(str(fault), err=True)
-        return 2 if isinstance(fault, BackendError) else 1
+            return 1
+        except (BackendError, ReconcileError) as fault:
+            parts.tidy()
+            _remove_empty(made)
+            typer.echo(str(fault), err=True)
+            return 2 if isinstance(fault, BackendError) else 1
     elapsed = time.monotonic() - started
     if as_json:
         document = {"out": str(out), "seconds": round(elapsed, 3), "traces": summary_json, "files": files}
@@ -116,12 +119,19 @@ def _read(readers: list[TraceReader], parts: Parts) -> dict[str, Columns]:
     return traces
 
 
-def _with_progress(traces: list[Columns], grid: Grid, parts: Parts, submit: Any) -> list[Swept]:
+def _with_progress(
+    traces: list[Columns], grid: Grid, parts: Parts, submit: Any, ctrl_c: Interrupts
+) -> list[Swept]:
     console = Console(stderr=True)
     columns = (TextColumn("configurations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(grid.configs()) * len(traces))
-        return sweep(traces, grid, parts, submit, lambda done, total: bar.update(task, completed=done))
+
+        def progress(done: int, _total: int) -> None:
+            bar.update(task, completed=done)
+            ctrl_c.check()
+
+        return sweep(traces, grid, parts, submit, progress)
 
 
 def _here(calls: Iterable[Any]) -> Iterator[Any]:

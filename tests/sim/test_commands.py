@@ -229,9 +229,8 @@ class TestSweep:
         assert kept
         assert [path for path in out.rglob("*") if path.is_file() and path not in kept] == []
         assert all(path.suffix == ".json" for path in kept)
-        deadline = (
-            time.monotonic() + 10
-        )  # joblib's resource tracker ends by itself, a moment after its parent
+        # joblib's resource tracker ends by itself, a moment after its parent.
+        deadline = time.monotonic() + 10
         while _alive(running.pid):
             assert time.monotonic() < deadline, _alive(running.pid)
             time.sleep(0.05)
