@@ -3,6 +3,7 @@
 #   make demo                       the main job on a real stack, CPU
 #   make demo CONNECTOR_EXTRA=gpu   the same with vllm and mooncake-transfer-engine
 #   make test                       every test
+#   make faults                     the failure-injection suite alone
 #   make lint                       ruff, mypy, import-linter
 #   make clean                      removes .venv and what the commands wrote
 
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.installed-demo-$(CONNECTOR_EXTRA)
 TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 
-.PHONY: demo test lint clean
+.PHONY: demo test faults lint clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -21,6 +22,9 @@ demo: $(DEMO_STAMP)
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+faults: $(TEST_STAMP)
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .

@@ -59,6 +59,8 @@ class _Pending:
     request: Request
     loading: bool = False
     """The worker has a load of its own for it, not reported yet."""
+    failed: bool = False
+    """That load has failed, as far as is known."""
     waiting: bool = False
     """It follows a flight that has not landed."""
     generation: int | None = None
@@ -164,6 +166,10 @@ class AttachScheduler:
 
     def output(self, out: KVConnectorOutput) -> None:
         """Before vLLM reads `out.finished_recving`: land and fail flights, then decide who is finished."""
+        # The worker may report a failure steps before the end of the same load, never after it.
+        for request_id in out.failed_recving:
+            if request_id in self._pending:
+                self._pending[request_id].failed = True
         reported = set(out.finished_recving or ())
         touched = set(reported)
         effects: list[Left] = []
@@ -175,12 +181,11 @@ class AttachScheduler:
                 pending.acknowledging = False
                 continue
             pending.loading = False
-            failed = request_id in out.failed_recving
-            if failed and not pending.gone:  # under policy "fail" vLLM has finished it by now
+            if pending.failed and not pending.gone:  # under policy "fail" vLLM has finished it by now
                 self._no_load.add(request_id)
                 effects += self.table.detach(request_id)
             if pending.generation is not None:
-                effects += self.table.fail(pending.generation) if failed else self._land(pending)
+                effects += self.table.fail(pending.generation) if pending.failed else self._land(pending)
                 pending.generation = None
         touched |= self._carry_out(effects)
         # Not ours to hold: reports of requests without a record stay as they are.

@@ -12,6 +12,7 @@ from rich.table import Table
 from . import console, demo, doctor, probe
 from .arms import OURS, STOCK
 from .embedded import EmbeddedError, Ports, Stack
+from .sim.commands import register as register_sim_commands
 from .tiny_model import ModelError
 
 app = typer.Typer(
@@ -20,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+register_sim_commands(app)
 
 Result = TypeVar("Result")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]

@@ -1,0 +1,68 @@
+"""Ctrl-C in a process that has workers and libraries around it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Interrupts:
+    """Whether Ctrl-C was pressed, even where the exception it raises got lost.
+
+    A KeyboardInterrupt that hits a finaliser is printed and dropped by Python, so the press is remembered
+    too, and `check` raises for it at the next good moment. A second press never breaks off the cleaning up.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self.done = False  # the results are in place: nothing is left to interrupt
+
+    def on_signal(self, _number: int, _frame: object) -> None:
+        first, self.pressed = not self.pressed, True
+        if first and not self.done:
+            raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
+        if self.pressed:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupts]:
+    """Watch for Ctrl-C while the block runs. Outside the main thread nothing can, and nothing is changed."""
+    state = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield state
+        return
+    hook = sys.unraisablehook
+
+    def quiet(lost: Any) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            hook(lost)
+
+    before = signal.signal(signal.SIGINT, state.on_signal)
+    sys.unraisablehook = quiet
+    try:
+        yield state
+    finally:
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Processes and threads started in the block never see Ctrl-C; a press meanwhile is delivered after it.
+
+    The terminal sends it to the whole process group. A worker has nothing to do with it but print a
+    traceback, from wherever it is; whoever started the worker ends it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

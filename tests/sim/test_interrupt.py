@@ -1,0 +1,61 @@
+"""Ctrl-C: pressed once it is never lost, pressed again it breaks nothing off, and workers do not see it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from singleflight.sim.interrupt import interrupts, shielded
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_press_that_a_finaliser_swallows_is_raised_at_the_next_check(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            press()
+
+    with interrupts() as ctrl_c:
+        dying = Dying()
+        del dying
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c.check()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_press_does_not_break_off_what_the_first_began() -> None:
+    with interrupts() as ctrl_c:
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        press()
+        assert ctrl_c.pressed
+
+
+def test_when_the_results_are_in_place_there_is_nothing_to_interrupt() -> None:
+    with interrupts() as ctrl_c:
+        ctrl_c.done = True
+        press()
+    with pytest.raises(KeyboardInterrupt):
+        press()  # the usual handler is back
+
+
+def test_a_press_in_a_shielded_block_comes_after_it() -> None:
+    seen = []
+    with pytest.raises(KeyboardInterrupt), shielded():
+        press()
+        seen.append("the block went on")
+    assert seen == ["the block went on"]
+
+
+def test_a_process_started_in_a_shielded_block_never_sees_it(tmp_path: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('still here')"
+    with shielded():
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout.strip(), done.returncode) == ("still here", 0)
