@@ -287,3 +287,19 @@ async def test_group_while_it_is_being_left(start: Any, store_class: Any, quiet:
         assert call.state == "cancelled"
         assert isinstance((await caller.ended()).error, FlightReset)
     quiet(flights)
+
+
+async def test_group_while_its_host_is_busy_cleaning_up(start: Any, store_class: Any, quiet: Any) -> None:
+    """Callers elsewhere are told by the cancelled loads; they need not wait for the host to come round."""
+    store = store_class()
+    flights: FlightGroup[Any, Any] = FlightGroup(store.load)
+    async with anyio.create_task_group() as tasks:
+        with anyio.CancelScope() as scope:
+            async with flights:
+                callers = [await start(tasks, flights, [key]) for key in "aab"]
+                await store.call(2)
+                scope.cancel()
+                with anyio.CancelScope(shield=True), anyio.fail_after(10):
+                    errors = [(await caller.ended()).error for caller in callers]
+    assert {type(error) for error in errors} == {FlightReset}
+    quiet(flights)

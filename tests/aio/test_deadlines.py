@@ -130,6 +130,22 @@ async def test_a_hanging_load_that_keeps_running_is_cancelled_at_the_policys_bud
         assert len(bench.store.calls) == 1
 
 
+async def test_a_hand_over_leaves_an_overdue_flight_and_ends_it_if_it_was_the_last(open_bench: Any) -> None:
+    async with open_bench(policy=POLICY) as bench:
+        owner = await bench.caller(["slow"], deadline=100)
+        await bench.caller(["broken"], deadline=100)
+        both = await bench.caller(["slow", "broken"], deadline=100)
+        await (await bench.caller(["slow"])).ended()  # the first flight of it is overdue now
+        owner.cancel()
+        await owner.ended()
+        bench.store.calls[1].fail()
+        assert (await bench.store.call(3)).keys == ("slow", "broken")
+        await bench.store.calls[0].over()
+        assert (bench.store.calls[0].state, both.waits) == ("cancelled", True)
+        bench.store.calls[2].succeed()
+        assert (await both.ended()).values == {"slow": ("slow", 3), "broken": ("broken", 3)}
+
+
 async def test_a_hand_over_does_not_restart_the_deadline(open_bench: Any) -> None:
     async with open_bench() as bench:
         start = anyio.current_time()

@@ -138,6 +138,42 @@ async def test_a_leader_whose_load_fails_leaves_what_it_followed(open_bench: Any
         assert (await first.ended()).values == {"a": ("a", 1)}
 
 
+async def test_what_a_leader_followed_stops_at_once_if_nobody_else_wants_it(open_bench: Any) -> None:
+    """At the failure, and not when the caller leaves its block, which its fallback may hold open for long."""
+    recomputed = anyio.Event()
+
+    async def fallback(keys: Any) -> Any:
+        await recomputed.wait()
+        return dict.fromkeys(keys, "recomputed")
+
+    async with open_bench(fallback=fallback) as bench:
+        first = await bench.caller(["a"])
+        both = await bench.caller(["a", "b"])
+        first.cancel()
+        await first.ended()
+        (await bench.store.call(2)).fail()
+        load_a = await bench.store.call(1)
+        await load_a.over()
+        assert (load_a.state, both.waits) == ("cancelled", True)
+        recomputed.set()
+        assert (await both.ended()).values == {"a": "recomputed", "b": "recomputed"}
+
+
+async def test_what_a_caller_leads_stays_its_own_when_what_it_follows_fails(open_bench: Any) -> None:
+    async with open_bench() as bench:
+        await bench.caller(["a"])
+        both = await bench.caller(["a", "b"])
+        await bench.store.call(2)
+        bench.store.calls[0].fail()
+        await bench.store.call(3)
+        assert bench.store.asked == [("a",), ("b",), ("a",)]
+        bench.store.calls[2].succeed()
+        bench.store.calls[1].succeed()
+        assert (await both.ended()).values == {"a": ("a", 3), "b": ("b", 2)}
+        # It never became its own follower: b and the second a were loaded for one caller.
+        assert (bench.counts["attached"], bench.counts["fan_in"]) == (1, {"1": 2, "2": 1})
+
+
 async def test_the_error_names_what_is_missing(open_bench: Any) -> None:
     async with open_bench(policy=NO_HANDOVER) as bench:
         await bench.caller(["a"])

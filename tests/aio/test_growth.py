@@ -12,7 +12,7 @@ import pytest
 
 from singleflight.aio import FlightGroup, Policy
 
-SMALL, LARGE = 50, 800
+SMALL, LARGE = 50, 400
 
 
 def calls_for(waiters: int, end: Callable[[Any], None], policy: Policy) -> int:

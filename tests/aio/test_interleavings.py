@@ -140,7 +140,7 @@ class World:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=PLANS)
 def test_every_interleaving_ends_each_caller_once_and_leaves_nothing(
     quiet: Any, backend: str, plan: Plan
