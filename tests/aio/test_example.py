@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "async_store_fetch.py"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "async_store_fetch.py"
 
 
 @pytest.mark.engine

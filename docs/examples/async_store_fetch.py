@@ -1,8 +1,8 @@
 """N coroutines fetch overlapping block runs from a real Mooncake store; each block leaves the store once.
 
-    python examples/async_store_fetch.py                          # starts a store of its own on loopback
-    python examples/async_store_fetch.py --config mooncake.json   # uses yours
-    python examples/async_store_fetch.py --backend trio --callers 200
+    python docs/examples/async_store_fetch.py                          # starts a store of its own on loopback
+    python docs/examples/async_store_fetch.py --config mooncake.json   # uses yours
+    python docs/examples/async_store_fetch.py --backend trio --callers 200
 
 `StoreFetcher` is the part to take along: an async loader over MooncakeDistributedStore, whose calls block,
 in worker threads. The rest writes blocks, lets the callers loose, once without and once with single-flight,
