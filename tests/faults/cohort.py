@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from singleflight.stats import Reason
@@ -44,16 +45,19 @@ class Cohort:
 
     # -- what happens ------------------------------------------------------------------------------------
 
-    def add(self, max_tokens: int = 4, **prompts: Sequence[int]) -> None:
+    def add(self, **prompts: Sequence[int]) -> None:
         for name, prompt in prompts.items():
             self.prompts[name] = list(prompt)
-            self.engine.add(name, prompt, max_tokens)
+            self.engine.add(name, prompt)
 
     def arrive(self, **prompts: Sequence[int]) -> None:
         """One after the other: each waits for tokens from outside before the next one comes."""
         for name, prompt in prompts.items():
             self.add(**{name: prompt})
-            self.until(lambda name=name: self.id(name) in self.engine.recorder.waiting)
+            self.until(partial(self._waits, name))
+
+    def _waits(self, name: str) -> bool:
+        return self.id(name) in self.engine.recorder.waiting
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

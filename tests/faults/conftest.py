@@ -14,7 +14,7 @@ import pytest
 from connector_patch.config import OnDeadline
 from singleflight.embedded import spawned, tail
 from tests.faults.cohort import Clock, Cohort
-from tests.support import quiescent, salts
+from tests.support import blocks, quiescent, salts, store_prefixes
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
@@ -57,6 +57,14 @@ def stock(stack: Stack) -> dict[str, Any]:
         assert process.wait(240) == 0, tail(log)
     answer: dict[str, Any] = json.loads(out.read_text())
     return answer
+
+
+@pytest.fixture
+def trunk(engine: Engine, salt: int) -> list[int]:
+    """Four blocks that are in the store and nowhere else."""
+    four = blocks(1, 2, 3, 4, salt=salt)
+    store_prefixes(engine, four)
+    return four
 
 
 @pytest.fixture

@@ -18,18 +18,9 @@ from tests.faults.scripted_store import HANG_S, fail_keys, hang, scribble, scrip
 from tests.support import blocks, store_prefixes
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
     from singleflight.arms import Arm
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture
-def trunk(engine: Engine, salt: int) -> list[int]:
-    """Four blocks that are in the store and nowhere else."""
-    four = blocks(1, 2, 3, 4, salt=salt)
-    store_prefixes(engine, four)
-    return four
 
 
 @pytest.mark.parametrize("followers", [0, 3])

@@ -34,14 +34,6 @@ def budget(configured: Callable[..., None]) -> None:
     configured(deadline_base_s=10.0, deadline_per_block_s=0.0625)
 
 
-@pytest.fixture
-def trunk(engine: Engine, salt: int) -> list[int]:
-    """Four blocks that are in the store and nowhere else."""
-    four = blocks(1, 2, 3, 4, salt=salt)
-    store_prefixes(engine, four)
-    return four
-
-
 def visible(engine: Engine, request: Any, count: int) -> list[int]:
     """Which of the request's first blocks are prefix-cache hits."""
     pool = engine.scheduler.kv_cache_manager.block_pool
