@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support import quiescent, salts
+from connector_patch.config import OnDeadline
+from singleflight.embedded import spawned, tail
+from tests.faults.cohort import Clock, Cohort
+from tests.support import blocks, quiescent, salts, store_prefixes
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
+    from singleflight.embedded import Stack
 
 
 @pytest.fixture
@@ -32,3 +40,59 @@ def policy(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
     engine.scheduler.recompute_kv_load_failures = request.param == "recompute"
     yield request.param
     engine.scheduler.recompute_kv_load_failures = before
+
+
+@pytest.fixture(scope="session")
+def stock(stack: Stack) -> dict[str, Any]:
+    """What the stock connector does in the same situations (tests.faults.stock)."""
+    out, log = stack.folder / "stock.json", stack.folder / "stock.log"
+    argv = [sys.executable, "-m", "tests.faults.stock", str(stack.model), str(out)]
+    env = stack.env(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_MOONCAKE_LOAD_RECV_THREADS="4",
+        VLLM_LOGGING_LEVEL="ERROR",
+        PYTHONPATH=str(Path(__file__).parents[2]),
+    )
+    with spawned(argv, env=env, log=log) as process:
+        assert process.wait(240) == 0, tail(log)
+    answer: dict[str, Any] = json.loads(out.read_text())
+    return answer
+
+
+@pytest.fixture
+def trunk(engine: Engine, salt: int) -> list[int]:
+    """Four blocks that are in the store and nowhere else."""
+    four = blocks(1, 2, 3, 4, salt=salt)
+    store_prefixes(engine, four)
+    return four
+
+
+@pytest.fixture
+def cohort(engine: Engine) -> Cohort:
+    """Requests on the shared engine, driven step by step."""
+    return Cohort(engine)
+
+
+@pytest.fixture
+def clock(engine: Engine) -> Iterator[Clock]:
+    """The adapter's clock, standing still until the test moves it."""
+    attach = engine.connector.attach
+    before, attach._clock = attach._clock, Clock()
+    yield attach._clock
+    attach._clock = before
+
+
+@pytest.fixture
+def configured(engine: Engine) -> Iterator[Callable[..., None]]:
+    """Change `on_deadline` and fields of the policy on the shared engine, for one test."""
+    attach = engine.connector.attach
+    policy, on_deadline = attach.table.policy, attach._on_deadline
+
+    def configure(on_deadline: str | None = None, **fields: float) -> None:
+        if on_deadline is not None:
+            attach._on_deadline = OnDeadline(on_deadline)
+        attach.table.policy = replace(attach.table.policy, **fields)
+
+    yield configure
+    attach.table.policy, attach._on_deadline = policy, on_deadline
+    attach.table._slowest_s = 0.0  # what it may have learned from a clock that is no clock

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 HANG_S = 120.0
 """A Get that is to hang for ever gives up after this, so that a broken test ends."""
 
+RUBBISH = 0x4B
+"""0x4B4B4B4B is 13 million as float32: a block of it changes every token."""
+
 Get = Callable[[], list[int]]
 
 
@@ -26,7 +29,8 @@ Get = Callable[[], list[int]]
 class Fault:
     """What happens to a Get. `act(get, keys, addresses, sizes)` answers in the store's place.
 
-    `reached` is set when a Get meets the fault; `release` lets a held or hanging one go.
+    `reached` is set when a Get meets the fault; `release` lets a held or hanging one go; `left` is set when
+    the Get's last byte has been written and its answer is on its way.
     """
 
     act: Callable[[Get, list[str], list[list[int]], list[list[int]]], list[int]]
@@ -34,18 +38,52 @@ class Fault:
     when: Callable[[list[str]], bool] = lambda keys: True
     reached: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
 
 
-def hang(times: int = 1) -> Fault:
-    """The Get does not complete until `release`, and then it does what it would have done."""
-    fault = Fault(lambda get, keys, addresses, sizes: [], times)
+def hang(
+    times: int = 1, *, when: Callable[[list[str]], bool] = lambda keys: True, then: Fault | None = None
+) -> Fault:
+    """The Get does not complete until `release`, and then it does what it would have done, or `then`."""
+    fault = Fault(lambda get, keys, addresses, sizes: [], times, when)
 
     def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        fault.release.wait(HANG_S)
+        return get() if then is None else then.act(get, keys, addresses, sizes)
+
+    fault.act = act
+    return fault
+
+
+def silent_after(count: int) -> Fault:
+    """The first `count` keys arrive, and then nothing more, until `release`: then the Get completes."""
+    fault = Fault(lambda get, keys, addresses, sizes: [])
+
+    def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        get()
+        _overwrite(addresses[count:], sizes[count:])
+        fault.reached.set()
         fault.release.wait(HANG_S)
         return get()
 
     fault.act = act
     return fault
+
+
+def scribble(code: int = -704) -> Fault:
+    """Every byte of every destination becomes rubbish, and the store answers with an error for each key."""
+
+    def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        _overwrite(addresses, sizes)
+        return [code] * len(keys)
+
+    return Fault(act)
+
+
+def _overwrite(addresses: list[list[int]], sizes: list[list[int]]) -> None:
+    for parts, lengths in zip(addresses, sizes, strict=True):
+        for address, size in zip(parts, lengths, strict=True):
+            ctypes.memset(address, RUBBISH, size)
 
 
 def fail_keys(*indices: int, code: int = -704, times: int = 1) -> Fault:
@@ -110,7 +148,10 @@ class ScriptedStore:
         if fault is None:
             return get()
         fault.reached.set()
-        return fault.act(get, keys, addresses, sizes)
+        try:
+            return fault.act(get, keys, addresses, sizes)
+        finally:
+            fault.left.set()
 
 
 @contextlib.contextmanager
@@ -129,6 +170,25 @@ def scripted(engine: Engine, *faults: Fault) -> Iterator[ScriptedStore]:
         engine.settle()
         for wrapper in below:
             wrapper._store = store._store
+
+
+@contextlib.contextmanager
+def at_once(engine: Engine) -> Iterator[None]:
+    """Every load ends inside the call that submits it, on the engine's own thread."""
+    worker = engine.worker_connector.connector_worker
+    queue, thread = worker.recv_request_queue, worker.kv_recv_threads[0]
+    before = queue.put
+
+    def put(item: Any) -> None:
+        with queue.mutex:
+            queue.unfinished_tasks += 1  # the handler says when it is done
+        thread._handle_request(item)
+
+    queue.put = put
+    try:
+        yield
+    finally:
+        queue.put = before
 
 
 def _lowest(thread: Any) -> Any:
