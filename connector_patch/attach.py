@@ -102,7 +102,9 @@ class AttachScheduler:
         # Requests that load nothing any more. A failed load is answered with 0 from then on, or vLLM
         # would look up and load the same broken key for ever (vllm-facts: 608 Gets in 4 s).
         self._no_load: set[str] = set()
-        allocation.wrap(manager, self._plans.get)
+        # Requests that fell back and have not been allocated anything since (allocation.py says why).
+        self._restarting: dict[str, Request] = {}
+        allocation.wrap(manager, self._plans.get, self._claimed_in_vain)
 
     # -- one scheduling pass -----------------------------------------------------------------------------
 
@@ -138,6 +140,7 @@ class AttachScheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated: the moment to claim. `blocks` are all of the request's blocks."""
+        self._restarting.pop(request.request_id, None)
         plan = self._plans.pop(request.request_id, None)
         if plan is not None and not plan.allocated:
             plan = None
@@ -200,6 +203,7 @@ class AttachScheduler:
         """vLLM has finished or aborted the request; it may still have a load in the air."""
         self._plans.pop(request_id, None)
         self._no_load.discard(request_id)
+        self._restarting.pop(request_id, None)
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.gone = True
@@ -314,4 +318,8 @@ class AttachScheduler:
             # vLLM then takes it for a fresh waiting request, under either kv_load_failure_policy.
             self._manager.free(pending.request)
             pending.request.num_computed_tokens = 0
+            self._restarting[request_id] = pending.request
         return True
+
+    def _claimed_in_vain(self) -> int:
+        return sum(-(-request.num_tokens // self._block_size) for request in self._restarting.values())
