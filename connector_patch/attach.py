@@ -104,6 +104,7 @@ class AttachScheduler:
         self._no_load: set[str] = set()
         # Requests that fell back and have not been allocated anything since (allocation.py says why).
         self._restarting: dict[str, Request] = {}
+        self._allocated: set[str] = set()  # in this pass
         allocation.wrap(manager, self._plans.get, self._claimed_in_vain)
 
     # -- one scheduling pass -----------------------------------------------------------------------------
@@ -141,6 +142,7 @@ class AttachScheduler:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated: the moment to claim. `blocks` are all of the request's blocks."""
         self._restarting.pop(request.request_id, None)
+        self._allocated.add(request.request_id)
         plan = self._plans.pop(request.request_id, None)
         if plan is not None and not plan.allocated:
             plan = None
@@ -159,8 +161,18 @@ class AttachScheduler:
             pending.loaded_tokens = spec.kvpool_cached_tokens
             self._lead(pending, blocks, spec.vllm_cached_tokens // self._block_size, now)
 
+    def still_preempted(self, preempted: set[str]) -> set[str]:
+        """Those of the preempted that have not been allocated again in this pass.
+
+        After reset_prefix_cache(reset_running_requests=True) vLLM names them in the very pass that may have
+        planned a new load for them; the stock connector would throw that load away, and they would wait
+        for it for ever.
+        """
+        return preempted - self._allocated
+
     def acknowledgements(self) -> set[str]:
         """End of the pass: deadlines; then who the worker must report in its next output."""
+        self._allocated.clear()
         self._carry_out(self.table.expire(self._clock()))
         ids, self._to_acknowledge = self._to_acknowledge, set()
         return ids
