@@ -47,10 +47,7 @@ class Guard:
 
         worker = self.engine.worker_connector.connector_worker
         layout = worker.token_dbs[0].store_layout
-        visible = [
-            (layout.key_for(0, get_block_hash(key)), block_id)
-            for key, block_id in shown(self.engine)
-        ]
+        visible = [(layout.key_for(0, get_block_hash(key)), block_id) for key, block_id in shown(self.engine)]
         checked = Checked()
         for key, block_id in visible:
             # Of length 0 if the store has no such object, or its put is not complete.

@@ -10,6 +10,7 @@ the store are reset now and then; vLLM's failure policy changes half-way.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -181,9 +182,7 @@ class Soak:
             tokens, now = self.rng.randint(1, MAX_TOKENS), time.monotonic()
             doomed = self.rng.random() < ABORTED
             name = f"r{self.arrived}"
-            self.live[name] = Live(
-                prompt, tokens, now, now + self.rng.expovariate(4) if doomed else None
-            )
+            self.live[name] = Live(prompt, tokens, now, now + self.rng.expovariate(4) if doomed else None)
             self.engine.add(name, self.prompts[prompt], tokens)
             self.arrived += 1
 
@@ -223,8 +222,13 @@ class Soak:
             self.totals.blocks_checked += checked.loaded + checked.computed
 
     def reset(self) -> None:
-        """Mostly refused while requests run, as vLLM says; the connector's part is carried out all the same."""
-        self.totals.resets += self.engine.scheduler.reset_prefix_cache(reset_connector=self.rng.random() < 0.05)
+        """Often refused while loads are in the air, as vLLM says; the connector's part, and the preemption of all
+        that run, are carried out all the same."""
+        running = self.rng.random() < 0.5
+        with contextlib.suppress(RuntimeError):
+            self.totals.resets += self.engine.scheduler.reset_prefix_cache(
+                reset_running_requests=running, reset_connector=self.rng.random() < 0.05
+            )
 
     def describe(self) -> str:
         t = self.totals
@@ -238,6 +242,16 @@ def left_over(engine: Engine, baseline: int) -> int:
     records = (table._pending, table._flights, table._leads, table._members)
     records += (attach._plans, attach._pending, attach._to_acknowledge, attach._no_load, attach._restarting)
     return abs(baseline - engine.free_blocks()) + sum(map(len, records))
+
+
+def count_preemptions(engine: Engine, totals: Totals) -> None:
+    stock = engine.scheduler._preempt_request
+
+    def preempt(*arguments: Any, **keywords: Any) -> None:
+        totals.preemptions += 1
+        stock(*arguments, **keywords)
+
+    engine.scheduler._preempt_request = preempt
 
 
 def soak(totals: Totals, console: Console) -> None:
@@ -273,6 +287,7 @@ def soak(totals: Totals, console: Console) -> None:
         engine.recorder.take()
         baseline = engine.free_blocks()
         started = time.monotonic()
+        count_preemptions(engine, totals)
         faults = RandomFaults(totals.seed)
         everything = Fault(faults.act, times=sys.maxsize)
         running = Soak(engine, expected, prompts, totals)
@@ -298,7 +313,9 @@ def soak(totals: Totals, console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()

@@ -163,7 +163,9 @@ def test_many_requests_few_prefixes_and_a_pool_for_three(engine: Engine, referen
         for i in range(5):
             engine.step()
             engine.llm.abort_request([f"r{i * 9 + 8}", f"r{i * 9 + 50}"])
-            in_the_air = {block.block_id for flight in attach.table._flights.values() for block in flight.destination}
+            in_the_air = {
+                block.block_id for flight in attach.table._flights.values() for block in flight.destination
+            }
             assert len(in_the_air) == len(attach.table) <= 21
         tokens = to_the_end(engine)
     expect_equal(reference, {k: prompts[k] for k in tokens}, tokens)
