@@ -27,11 +27,22 @@ class Adoption(Protocol):
     def still_valid(self) -> bool: ...
 
 
-def wrap(manager: KVCacheManager, plan_of: Callable[[str], Adoption | None]) -> None:
-    """Install the wrapper on this instance; `plan_of(request_id)` gives the plan made in this pass."""
+def wrap(
+    manager: KVCacheManager,
+    plan_of: Callable[[str], Adoption | None],
+    claimed_in_vain: Callable[[], int],
+) -> None:
+    """Install the wrapper on this instance.
+
+    `plan_of(request_id)` gives the plan made in this pass. `claimed_in_vain()` is how many of the blocks that
+    vLLM reserves for prefills in flight belong to requests that fell back: they hold nothing and start
+    again, but vLLM goes on counting them, and the first to load again would wait for itself.
+    """
     stock = manager.allocate_slots
 
     def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        if reserved := kwargs.get("reserved_blocks", 0):
+            kwargs["reserved_blocks"] = max(reserved - claimed_in_vain(), 0)
         plan = plan_of(request.request_id)
         external = kwargs.get("num_external_computed_tokens", 0)
         # The scheduler may have dropped our answer since (it then asks for other numbers): no adoption.

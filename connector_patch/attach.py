@@ -102,7 +102,10 @@ class AttachScheduler:
         # Requests that load nothing any more. A failed load is answered with 0 from then on, or vLLM
         # would look up and load the same broken key for ever (vllm-facts: 608 Gets in 4 s).
         self._no_load: set[str] = set()
-        allocation.wrap(manager, self._plans.get)
+        # Requests that fell back and have not been allocated anything since (allocation.py says why).
+        self._restarting: dict[str, Request] = {}
+        self._allocated: set[str] = set()  # in this pass
+        allocation.wrap(manager, self._plans.get, self._claimed_in_vain)
 
     # -- one scheduling pass -----------------------------------------------------------------------------
 
@@ -138,6 +141,8 @@ class AttachScheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated: the moment to claim. `blocks` are all of the request's blocks."""
+        self._restarting.pop(request.request_id, None)
+        self._allocated.add(request.request_id)
         plan = self._plans.pop(request.request_id, None)
         if plan is not None and not plan.allocated:
             plan = None
@@ -156,8 +161,18 @@ class AttachScheduler:
             pending.loaded_tokens = spec.kvpool_cached_tokens
             self._lead(pending, blocks, spec.vllm_cached_tokens // self._block_size, now)
 
+    def still_preempted(self, preempted: set[str]) -> set[str]:
+        """Those of the preempted that have not been allocated again in this pass.
+
+        After reset_prefix_cache(reset_running_requests=True) vLLM names them in the very pass that may have
+        planned a new load for them; the stock connector would throw that load away, and they would wait
+        for it for ever.
+        """
+        return preempted - self._allocated
+
     def acknowledgements(self) -> set[str]:
         """End of the pass: deadlines; then who the worker must report in its next output."""
+        self._allocated.clear()
         self._carry_out(self.table.expire(self._clock()))
         ids, self._to_acknowledge = self._to_acknowledge, set()
         return ids
@@ -200,6 +215,7 @@ class AttachScheduler:
         """vLLM has finished or aborted the request; it may still have a load in the air."""
         self._plans.pop(request_id, None)
         self._no_load.discard(request_id)
+        self._restarting.pop(request_id, None)
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.gone = True
@@ -314,4 +330,8 @@ class AttachScheduler:
             # vLLM then takes it for a fresh waiting request, under either kv_load_failure_policy.
             self._manager.free(pending.request)
             pending.request.num_computed_tokens = 0
+            self._restarting[request_id] = pending.request
         return True
+
+    def _claimed_in_vain(self) -> int:
+        return sum(-(-request.num_tokens // self._block_size) for request in self._restarting.values())

@@ -87,10 +87,14 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             self.attach.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        meta = super().build_connector_meta(scheduler_output)
         if self.attach is None:
-            return meta
+            return super().build_connector_meta(scheduler_output)
+        preempted = scheduler_output.preempted_req_ids or set()
+        scheduler_output.preempted_req_ids = self.attach.still_preempted(preempted)
+        meta = super().build_connector_meta(scheduler_output)
+        scheduler_output.preempted_req_ids = preempted
         assert isinstance(meta, MooncakeStoreConnectorMetadata)
+        meta.preempted_req_ids = preempted  # what the worker has of them is out of date in either case
         return SingleFlightMetadata(meta, self.attach.acknowledgements())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -81,6 +81,7 @@ def quiescent(engine: Engine) -> Iterator[Engine]:
     assert not attach._pending
     assert not attach._plans
     assert not attach._no_load
+    assert not attach._restarting
     assert engine.free_blocks() == baseline
     worker = engine.worker_connector.connector_worker
     assert all(thread.is_alive() for thread in worker.kv_recv_threads)

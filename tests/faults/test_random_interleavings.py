@@ -1,0 +1,180 @@
+"""Any order of arrivals, aborts, faults, releases, deadlines, squeezes and resets, on the real engine.
+
+Hypothesis draws a schedule; each step of it acts and then lets the engine make a step or two. Time is the
+adapter's own clock, moved by the schedule, so that a deadline passes exactly when the schedule says. At the end all
+is released and run to the end, and nothing may be wrong, lost or left over. A failing schedule is shrunk
+and printed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.faults.checksums import guard
+from tests.faults.scripted_store import Fault, fail_keys, hang, raise_, scripted, short_read
+from tests.support import blocks, quiescent, salts
+
+if TYPE_CHECKING:
+    from connector_patch.engine import Engine
+    from singleflight.arms import Arm
+
+pytestmark = pytest.mark.engine
+
+NAMES = {
+    "1-4": (1, 2, 3, 4),
+    "1-8": (1, 2, 3, 4, 5, 6, 7, 8),
+    "1-2": (1, 2),
+    "1-2 and a branch": (1, 2, 23, 24, 25),
+    "another": (31, 32, 33),
+}
+POOL = 24
+FAULTS = {
+    "hang": hang,
+    "all keys": fail_keys,
+    "a key": lambda: fail_keys(1),
+    "exception": lambda: raise_(RuntimeError("the wire is cut")),
+    "short read": short_read,
+}
+LIMIT_STEPS = 2000
+
+arrive = st.tuples(st.just("arrive"), st.sampled_from(sorted(NAMES)), st.integers(1, 3))
+events = st.one_of(
+    arrive,
+    arrive,
+    st.tuples(st.just("abort"), st.integers(0, 5)),
+    st.tuples(st.just("fault"), st.sampled_from(sorted(FAULTS))),
+    st.tuples(st.just("release"), st.integers(0, 3)),
+    st.tuples(st.just("time"), st.sampled_from([1.0, 6.0, 60.0])),
+    st.tuples(st.just("squeeze"), st.integers(0, POOL)),
+    st.tuples(st.just("forget"), st.booleans()),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+)
+
+
+@pytest.fixture(scope="module")
+def known(ours: Engine, reference: Arm) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """The prompts, all in the store, and what they generate without a connector."""
+    salt = next(salts)
+    prompts = {name: [*blocks(*names, salt=salt), 7] for name, names in NAMES.items()}
+    ours.burst({f"fill-{i}": prompt for i, prompt in enumerate(prompts.values())}, max_tokens=1)
+    ours.cold()
+    return prompts, reference.ask("burst", prompts=prompts, max_tokens=3)["tokens"]
+
+
+class Run:
+    """One schedule on the engine."""
+
+    number = itertools.count()
+
+    def __init__(self, engine: Engine, store: Any, prompts: dict[str, list[int]]) -> None:
+        self.engine, self.store, self.prompts = engine, store, prompts
+        self.pool = engine.scheduler.kv_cache_manager.block_pool
+        self.live: dict[str, tuple[str, int]] = {}
+        self.ended: dict[str, tuple[str, int, Any]] = {}
+        self.held: list[Any] = []
+        self.now = 0.0
+
+    def do(self, kind: str, *what: Any) -> None:
+        getattr(self, kind)(*what)
+        self.step(1)
+
+    def arrive(self, name: str, tokens: int) -> None:
+        request_id = f"h{next(self.number)}"
+        self.live[request_id] = name, tokens
+        self.engine.add(request_id, self.prompts[name], tokens)
+
+    def abort(self, index: int) -> None:
+        if self.live:
+            request_id = list(self.live)[index % len(self.live)]
+            del self.live[request_id]
+            self.engine.llm.abort_request([request_id])
+
+    def fault(self, kind: str) -> None:
+        self.store.faults.append(FAULTS[kind]())
+
+    def release(self, index: int) -> None:
+        waiting = [f for f in self.store.faults if f.reached.is_set() and not f.release.is_set()]
+        if waiting:
+            waiting[index % len(waiting)].release.set()
+
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+
+    def squeeze(self, count: int) -> None:
+        difference = self.pool.get_num_free_blocks() - count
+        if difference > 0:
+            self.held.extend(self.pool.get_new_blocks(difference))
+        elif difference < 0 and self.held:
+            give, self.held = self.held[difference:], self.held[:difference]
+            self.pool.free_blocks(give)
+
+    def forget(self, running: bool) -> None:
+        """Reset the prefix cache, or also preempt all that run; vLLM refuses while loads hold blocks."""
+        try:
+            self.engine.scheduler.reset_prefix_cache(reset_running_requests=running)
+        except RuntimeError:
+            assert running
+        self.engine.connector.attach.reset()
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for output in self.engine.step():
+                if output.finished:
+                    assert output.request_id not in self.ended, "finished twice"
+                    self.ended[output.request_id] = (*self.live.pop(output.request_id), output.outputs[0])
+
+    def to_the_end(self) -> None:
+        for fault in self.store.faults:
+            fault.times = 0
+            fault.release.set()
+        self.pool.free_blocks(self.held)
+        self.held = []
+        for _ in range(LIMIT_STEPS):
+            if not self.live:
+                return
+            self.step(1)
+        raise AssertionError(f"stuck: {self.live} {self.engine.connector.attach.table!r}")
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(schedule=st.lists(events, min_size=4, max_size=24), recompute=st.booleans())
+@pytest.mark.timeout(400)
+def test_any_schedule_ends_with_the_right_tokens_and_nothing_left(
+    ours: Engine,
+    known: tuple[dict[str, list[int]], dict[str, list[int]]],
+    schedule: list[tuple[Any, ...]],
+    recompute: bool,
+) -> None:
+    """Hazards D1-D6, E1-E7, F1-F6, G2, G5, H2, H4 in any order: see the module."""
+    prompts, expected = known
+    attach, scheduler = ours.connector.attach, ours.scheduler
+    clock, before = attach._clock, scheduler.recompute_kv_load_failures
+    scheduler.recompute_kv_load_failures = recompute
+    try:
+        with quiescent(ours), scripted(ours) as store, guard(ours):
+            run = Run(ours, store, prompts)
+            attach._clock = lambda: run.now
+            all_blocks = run.pool.get_num_free_blocks()
+            outside = run.pool.get_new_blocks(all_blocks - POOL)
+            try:
+                for event in schedule:
+                    run.do(*event)
+            finally:
+                run.to_the_end()
+                run.pool.free_blocks(outside)
+    finally:
+        attach._clock, scheduler.recompute_kv_load_failures = clock, before
+    for name, tokens, answer in run.ended.values():
+        if answer.finish_reason == "error":
+            assert not recompute
+        else:
+            assert list(answer.token_ids) == expected[name][:tokens]
