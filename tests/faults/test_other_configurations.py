@@ -137,6 +137,7 @@ def test_a_leader_whose_tail_is_prefilled_in_chunks_while_others_attach(
     head, tail = blocks(*range(1, 7), salt=salt), blocks(7, 8, 9, 10, salt=salt)
     store_prefixes(engine, [*head, *tail])
     monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", BLOCK)
+    monkeypatch.setattr(engine.scheduler, "adaptive_long_prefill_threshold", False)
     prompts = {"chunks": [*head, 5], "leader": [*head, *tail, 7], "follower": [*head, *tail, 8]}
     engine.gate.open.clear()
     engine.add("chunks", prompts["chunks"], prompt_logprobs=1)  # loads nothing: computes in six chunks
