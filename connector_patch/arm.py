@@ -19,15 +19,18 @@ from . import compat
 class Arm:
     """Commands, by name."""
 
-    def __init__(self, model: str, connector: str | None, extra: dict[str, Any]) -> None:
-        from .engine import Engine
+    def __init__(
+        self, model: str, connector: str | None, extra: dict[str, Any], passing_through: bool = False
+    ) -> None:
+        from .engine import Engine, first
         from .plugin import NAME
 
         if connector == NAME and (reason := compat.missing_feature()):
             raise RuntimeError(reason)
         self.engine = Engine(model, connector, extra)
-        if reason := getattr(self.engine.connector, "passes_through", None):
-            raise RuntimeError(reason)
+        reason = getattr(first(self.engine.connector), "passes_through", None)
+        if (reason is not None) is not passing_through:
+            raise RuntimeError(reason or "it does not pass through")
 
     def cold(self) -> dict[str, Any]:
         self.engine.cold()
@@ -56,6 +59,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--connector", required=True, help='its name, or "none"')
     parser.add_argument("--extra", type=json.loads, default={}, help="kv_connector_extra_config, JSON")
+    parser.add_argument("--passing-through", action="store_true", help="expected; not expected without")
     args = parser.parse_args()
     with socket.socket(fileno=args.fd) as sock, sock.makefile("rw") as wire:
 
@@ -64,7 +68,8 @@ def main() -> int:
             wire.flush()
 
         try:
-            arm = Arm(args.model, None if args.connector == "none" else args.connector, args.extra)
+            connector = None if args.connector == "none" else args.connector
+            arm = Arm(args.model, connector, args.extra, args.passing_through)
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
             raise

@@ -133,6 +133,9 @@ class AttachScheduler:
             if answer is None:
                 return None, False
             own = answer
+        else:
+            # Asked in an earlier pass (lookup_async): by the time this wait is over, an old answer.
+            self._stock.client.discard(request_id)
         if not own:
             self._stock.load_specs.pop(request_id, None)
         tokens = len(blocks) * self._block_size
@@ -229,6 +232,8 @@ class AttachScheduler:
         Followers fall back; so do leaders, once nothing writes into their blocks any more.
         """
         self._plans.clear()
+        for request_id in list(self._stock.client.futures):
+            self._stock.client.discard(request_id)  # answers from before (lookup_async)
         for pending in self._pending.values():
             pending.fell_back = True
         self._carry_out(self.table.reset())

@@ -36,6 +36,11 @@ class Burst:
     wall_s: float = 0.0
 
 
+def first(connector: Any) -> Any:
+    """The connector itself, or the first child of a MultiConnector."""
+    return getattr(connector, "sub_connectors", [connector])[0]
+
+
 class Engine:
     """`MooncakeStoreConnector` ("stock"), ours, or no connector at all, on the tiny model in float32."""
 
@@ -77,12 +82,12 @@ class Engine:
         self.core: Any = self.llm.engine_core.engine_core  # type: ignore[attr-defined]
         self.scheduler: Any = self.core.scheduler
         self.connector: Any = self.scheduler.connector
-        if connector is not None:
+        if connector is not None and self.llm.vllm_config.parallel_config.world_size == 1:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             # In the same process, so it is the worker's own.
             self.worker_connector = cast(Any, get_kv_transfer_group())
-            self.recorder, self.gate = instrument(self.connector, self.worker_connector)
+            self.recorder, self.gate = instrument(first(self.connector), first(self.worker_connector))
 
     # -- requests ----------------------------------------------------------------------------------------
 

@@ -47,15 +47,19 @@ class Arm:
 
 
 @contextlib.contextmanager
-def arm(stack: Stack, connector: str, extra: Mapping[str, Any] | None = None) -> Iterator[Arm]:
+def arm(
+    stack: Stack, connector: str, extra: Mapping[str, Any] | None = None, passing_through: bool = False
+) -> Iterator[Arm]:
     """Start an engine with this connector ("none": without one) and `kv_connector_extra_config`.
 
-    It answers `ready` on its own time: call `answer()` first.
+    It answers `ready` on its own time: call `answer()` first. An engine in which our connector is meant to
+    pass through to stock behaviour fails to start if it does not, and the other way round.
     """
     near, far = socket.socketpair()
     log = stack.folder / f"engine-{connector}-{far.fileno()}.log"
     argv = [sys.executable, "-m", "connector_patch.arm", "--fd", str(far.fileno())]
     argv += ["--model", str(stack.model), "--connector", connector, "--extra", json.dumps(extra or {})]
+    argv += ["--passing-through"] if passing_through else []
     env = stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     with near, spawned(argv, env=env, log=log, pass_fds=(far.fileno(),)) as process:
         far.close()
