@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.faults.checksums import Guard, guard
 from tests.support import quiescent, salts
 
 if TYPE_CHECKING:
@@ -32,3 +33,10 @@ def policy(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
     engine.scheduler.recompute_kv_load_failures = request.param == "recompute"
     yield request.param
     engine.scheduler.recompute_kv_load_failures = before
+
+
+@pytest.fixture
+def guarded(engine: Engine) -> Iterator[Guard]:
+    """What the prefix cache shows at the end of each test is what the store holds (hazard F5)."""
+    with guard(engine) as watching:
+        yield watching
