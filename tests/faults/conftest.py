@@ -13,6 +13,7 @@ import pytest
 
 from connector_patch.config import OnDeadline
 from singleflight.embedded import spawned, tail
+from tests.faults.checksums import Guard, guard
 from tests.faults.cohort import Clock, Cohort
 from tests.support import blocks, quiescent, salts, store_prefixes
 
@@ -96,3 +97,10 @@ def configured(engine: Engine) -> Iterator[Callable[..., None]]:
     yield configure
     attach.table.policy, attach._on_deadline = policy, on_deadline
     attach.table._slowest_s = 0.0  # what it may have learned from a clock that is no clock
+
+
+@pytest.fixture
+def guarded(engine: Engine) -> Iterator[Guard]:
+    """What the prefix cache shows at the end of each test is what the store holds (hazard F5)."""
+    with guard(engine) as watching:
+        yield watching

@@ -1,11 +1,10 @@
 """Many requests on a real engine and a real store, while much goes wrong at random.
 
-`python -m tests.faults.soak --requests 10000 --seed 1` prints one line of totals as JSON and exits with 1 if
-a token was wrong, a block was lost or a request was stuck. Prompts are walks over a few hundred prefixes with
-partial overlap; the pool is far too small for them; Gets fail, raise, bring half, or hang and come back late;
-requests are aborted at any moment; followers' deadlines are short enough to pass; the prefix cache and
-the store are reset now and then; vLLM's failure policy changes half-way.
-"""
+`python -m tests.faults.soak --requests 10000 --seed 1` prints one line of totals as JSON and exits with 1
+if a token was wrong, a block was lost or a request was stuck. Prompts are walks over a few hundred prefixes
+with partial overlap; the pool is far too small for them; Gets fail, raise, bring half, or hang and come
+back late; requests are aborted at any moment; followers' deadlines are short enough to pass; the prefix
+cache and the store are reset now and then; vLLM's failure policy changes half-way."""
 
 from __future__ import annotations
 
@@ -74,7 +73,8 @@ class Totals:
 
 
 def make_prompts(rng: random.Random) -> list[list[int]]:
-    """Two prompts for each of ROOTS * BRANCHES prefixes: a shared trunk, a branch, a few tokens of their own."""
+    """Two prompts for each of ROOTS * BRANCHES prefixes: a shared trunk, a branch, a few tokens of their
+    own."""
     prompts = []
     for root in range(ROOTS):
         trunk = [rng.randrange(3, 2048) for _ in range(DEPTH * BLOCK)]
@@ -222,8 +222,8 @@ class Soak:
             self.totals.blocks_checked += checked.loaded + checked.computed
 
     def reset(self) -> None:
-        """Often refused while loads are in the air, as vLLM says; the connector's part, and the preemption of all
-        that run, are carried out all the same."""
+        """Often refused while loads are in the air, as vLLM says; the connector's part, and the preemption
+        of all that run, are carried out all the same."""
         running = self.rng.random() < 0.5
         with contextlib.suppress(RuntimeError):
             self.totals.resets += self.engine.scheduler.reset_prefix_cache(

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("loaded", [True, False], ids=["a loaded block", "a computed block"])
 def test_the_guard_notices_one_block_that_is_not_its_own(engine: Engine, salt: int, loaded: bool) -> None:
-    """Hazards E6, F5: the prefix cache shows four blocks, loaded or computed here. All are right. Then a quarter
-    of one of them is overwritten, as by a transfer that came late, and the guard names it."""
+    """Hazards E6, F5: the prefix cache shows four blocks, loaded or computed here. All are right. Then a
+    quarter of one of them is overwritten, as by a transfer that came late, and the guard names it."""
     trunk = blocks(*range(1, 5), salt=salt)
     if loaded:
         store_prefixes(engine, trunk)
@@ -57,8 +57,9 @@ def test_one_bit_of_a_loaded_block_is_noticed(engine: Engine, salt: int) -> None
 def test_nothing_of_a_load_that_failed_in_part_is_shown(
     engine: Engine, reference: Arm, salt: int, policy: str
 ) -> None:
-    """taco-project/FlexKV#232, hazard E6: of four blocks the third fails. At no step does the prefix cache show a
-    block that the store does not confirm; of this load it shows none, since a flight lands as a whole."""
+    """taco-project/FlexKV#232, hazard E6: of four blocks the third fails. At no step does the prefix cache
+    show a block that the store does not confirm; of this load it shows none, since a flight lands as a
+    whole."""
     trunk = blocks(*range(1, 5), salt=salt)
     store_prefixes(engine, trunk)
     prompts = {f"r{i}": [*trunk, *(7 + i for _ in range(4))] for i in range(3)}

@@ -1,10 +1,9 @@
 """Any order of arrivals, aborts, faults, releases, deadlines, squeezes and resets, on the real engine.
 
 Hypothesis draws a schedule; each step of it acts and then lets the engine make a step or two. Time is the
-adapter's own clock, moved by the schedule, so that a deadline passes exactly when the schedule says. At the end all
-is released and run to the end, and nothing may be wrong, lost or left over. A failing schedule is shrunk
-and printed.
-"""
+adapter's own clock, moved by the schedule, so that a deadline passes exactly when the schedule says. At the
+end all is released and run to the end, and nothing may be wrong, lost or left over. A failing schedule is
+shrunk and printed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.faults.checksums import guard
-from tests.faults.scripted_store import Fault, fail_keys, hang, raise_, scripted, short_read
+from tests.faults.scripted_store import fail_keys, hang, raise_, scripted, short_read
 from tests.support import blocks, quiescent, salts
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""The soak in CI: fewer requests, in a process of its own, since it wants a small pool and short deadlines."""
+"""The soak in CI: fewer requests, in a process of its own, since it wants a small pool and short
+deadlines."""
 
 from __future__ import annotations
 
