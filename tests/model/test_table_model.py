@@ -37,6 +37,7 @@ class Load:
     real: Flight
     leader: str | None  # None once it is gone
     hashes: list[int]
+    started: int
     fan_in: int = 1
     joinable: bool = True
     discarded: bool = False
@@ -140,7 +141,7 @@ class TableMachine(RuleBasedStateMachine):
             for index, block in enumerate(hashes):
                 if block not in self.pending:
                     self.pending[block] = (flight.generation, index)
-            self.air[flight.generation] = Load(flight, request, hashes)
+            self.air[flight.generation] = Load(flight, request, hashes, self.clock)
             self.count["flights"] += 1
             self.count["blocks_led"] += len(hashes)
 
@@ -266,8 +267,10 @@ class TableMachine(RuleBasedStateMachine):
         for request, waiter in self.waiters.items():
             if waiter.waits and waiter.deadline <= self.clock:
                 for generation in waiter.waits:
-                    if self.air[generation].joinable:
-                        self.air[generation].joinable = False
+                    load = self.air[generation]
+                    own_budget = POLICY.budget_s(len(load.hashes))
+                    if load.joinable and load.started + own_budget <= self.clock:
+                        load.joinable = False
                         self.unlist(generation)
                         self.count["overdue"] += 1
                 expected.append(self.falls_back(request, Reason.DEADLINE))
