@@ -60,6 +60,8 @@ class Totals:
     gets: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     resets: int = 0
+    resets_refused: int = 0
+    """By vLLM, since loads were in the air."""
     flights: int = 0
     attached: int = 0
     blocks_checked: int = 0
@@ -151,13 +153,14 @@ class Soak:
         self.live: dict[str, Live] = {}
         self.arrived = 0
         self.last_end = time.monotonic()
+        self.pausing = False
 
     def run(self, faults: RandomFaults, watching: Guard, progress: Progress) -> None:
         task = progress.add_task("soak", total=self.totals.requests)
         steps, half = 0, self.totals.requests // 2
         while self.arrived < self.totals.requests or self.live:
             self.engine.scheduler.recompute_kv_load_failures = self.arrived >= half
-            while self.arrived < self.totals.requests and len(self.live) < TOGETHER:
+            while not self.pausing and self.arrived < self.totals.requests and len(self.live) < TOGETHER:
                 self.arrive()
             self.abort_some()
             faults.release(everything=self.arrived >= self.totals.requests)
@@ -167,7 +170,7 @@ class Soak:
             steps += 1
             if self.rng.random() < 0.05:
                 self.check(watching)
-            if self.rng.random() < 0.1:
+            if not self.live if self.pausing else self.rng.random() < 0.1:
                 self.reset()
             progress.update(task, completed=self.arrived - len(self.live), description=self.describe())
             if time.monotonic() - self.last_end > STUCK_S:
@@ -222,13 +225,19 @@ class Soak:
             self.totals.blocks_checked += checked.loaded + checked.computed
 
     def reset(self) -> None:
-        """Often refused while loads are in the air, as vLLM says; the connector's part, and the preemption
-        of all that run, are carried out all the same."""
-        running = self.rng.random() < 0.5
+        """Often refused, as vLLM says, while loads are in the air; the preemption of all that run is carried out all
+        the same, and so is the connector's part. To have some that succeed, arrivals sometimes pause before one."""
+        if self.live and self.rng.random() < 0.1:
+            self.pausing = True
+            return
+        self.pausing = False
+        done = False
         with contextlib.suppress(RuntimeError):
-            self.totals.resets += self.engine.scheduler.reset_prefix_cache(
-                reset_running_requests=running, reset_connector=self.rng.random() < 0.05
+            done = self.engine.scheduler.reset_prefix_cache(
+                reset_running_requests=self.rng.random() < 0.5, reset_connector=self.rng.random() < 0.05
             )
+        self.totals.resets += done
+        self.totals.resets_refused += not done
 
     def describe(self) -> str:
         t = self.totals
