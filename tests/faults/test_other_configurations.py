@@ -12,7 +12,7 @@ import pytest
 
 from connector_patch.engine import Burst
 from tests.faults.scripted_store import HANG_S, Fault, Get, scripted
-from tests.support import BLOCK, blocks, expect_equal, finish, store_prefixes, until_scheduled
+from tests.support import blocks, expect_equal, finish, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
@@ -127,28 +127,3 @@ def test_a_small_token_budget_and_few_sequences(
     counts = engine.recorder.take()
     assert (counts.gets, counts.keys, counts.gpu_blocks) == (1, 4, 4)
     expect_equal(reference, prompts, burst.tokens)
-
-
-def test_a_leader_whose_tail_is_prefilled_in_chunks_while_others_attach(
-    engine: Engine, reference: Arm, salt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunked prefill: a long prompt is half-way through its chunks, its blocks partly cached, when its own
-    prefix is loaded by nobody; another request's flight stands on these cached blocks, a third attaches."""
-    head, tail = blocks(*range(1, 7), salt=salt), blocks(7, 8, 9, 10, salt=salt)
-    store_prefixes(engine, [*head, *tail])
-    monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", BLOCK)
-    monkeypatch.setattr(engine.scheduler, "adaptive_long_prefill_threshold", False)
-    prompts = {"chunks": [*head, 5], "leader": [*head, *tail, 7], "follower": [*head, *tail, 8]}
-    engine.gate.open.clear()
-    engine.add("chunks", prompts["chunks"], prompt_logprobs=1)  # loads nothing: computes in six chunks
-    for _ in range(3):
-        engine.step()
-    burst, steps = until_scheduled(engine, {k: prompts[k] for k in ("leader", "follower")})
-    while "chunks" not in burst.tokens:
-        next(steps)
-    assert not burst.tokens.keys() & {"leader", "follower"}
-    tokens = finish(engine, burst, steps)
-    counts = engine.recorder.take()
-    assert counts.gets == 1
-    assert 4 < counts.keys < 10, "what was computed already is not loaded"
-    expect_equal(reference, prompts, tokens)
