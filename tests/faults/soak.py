@@ -225,8 +225,9 @@ class Soak:
             self.totals.blocks_checked += checked.loaded + checked.computed
 
     def reset(self) -> None:
-        """Often refused, as vLLM says, while loads are in the air; the preemption of all that run is carried out all
-        the same, and so is the connector's part. To have some that succeed, arrivals sometimes pause before one."""
+        """Often refused, as vLLM says, while loads are in the air; the preemption of all that run is carried
+        out all the same, and so is the connector's part. To have some that succeed, arrivals sometimes pause
+        before one."""
         if self.live and self.rng.random() < 0.1:
             self.pausing = True
             return
