@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ def ours(stack: Stack) -> Iterator[Engine]:
     from connector_patch.engine import Engine
     from connector_patch.plugin import NAME
 
+    if "llvmlite" in sys.modules:
+        pytest.fail("vLLM's CPU engine does not start where numba is loaded; run tests/sim apart (make test)")
     engine = Engine(
         str(stack.model), NAME, kv_transfer={"kv_connector_module_path": "connector_patch.connector"}
     )
