@@ -12,7 +12,7 @@ import pytest
 
 from connector_patch.engine import Burst
 from tests.faults.scripted_store import HANG_S, Fault, Get, scripted
-from tests.support import blocks, expect_equal, finish, store_prefixes, until_scheduled
+from tests.support import blocks, expect_equal, finish, store_prefixes
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
