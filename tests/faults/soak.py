@@ -225,10 +225,9 @@ class Soak:
             self.totals.blocks_checked += checked.loaded + checked.computed
 
     def reset(self) -> None:
-        """Often refused, as vLLM says, while loads are in the air; the preemption of all that run is carried
-        out all the same, and so is the connector's part. To have some that succeed, arrivals sometimes pause
-        before one."""
-        if self.live and self.rng.random() < 0.1:
+        """vLLM often refuses it while loads are in the air; the preemption of all that run is carried out all
+        the same. To have some that succeed, arrivals sometimes pause until everything has drained."""
+        if self.live and self.rng.random() < 0.3:
             self.pausing = True
             return
         self.pausing = False
