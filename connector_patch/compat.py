@@ -78,7 +78,11 @@ def unsupported_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on"
     parallel = vllm_config.parallel_config
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size", "pipeline_parallel_size"):
+    for name in (
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+        "pipeline_parallel_size",
+    ):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, not 1"
     if not vllm_config.cache_config.enable_prefix_caching:
