@@ -7,15 +7,17 @@ shrunk and printed."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.faults.checksums import guard
-from tests.faults.scripted_store import fail_keys, hang, raise_, scripted, short_read
+from tests.faults.checksums import Guard, guard
+from tests.faults.scripted_store import Fault, Get, fail_keys, hang, raise_, scripted, short_read
 from tests.support import blocks, quiescent, salts
 
 if TYPE_CHECKING:
@@ -32,20 +34,36 @@ NAMES = {
     "another": (31, 32, 33),
 }
 POOL = 24
-FAULTS = {
+
+
+def rubbish() -> Fault:
+    """No key is loaded, and something else is written where they should be."""
+
+    def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        for parts, lengths in zip(addresses, sizes, strict=True):
+            for address, size in zip(parts, lengths, strict=True):
+                ctypes.memset(address, 0x3C, size)
+        return [-704] * len(keys)
+
+    return Fault(act)
+
+
+FAULTS: dict[str, Callable[[], Fault]] = {
     "hang": hang,
     "all keys": fail_keys,
     "a key": lambda: fail_keys(1),
     "exception": lambda: raise_(RuntimeError("the wire is cut")),
     "short read": short_read,
+    "rubbish": lambda: rubbish(),
 }
 LIMIT_STEPS = 2000
 
-arrive = st.tuples(st.just("arrive"), st.sampled_from(sorted(NAMES)), st.integers(1, 3))
+arrive = st.tuples(st.just("arrive"), st.sampled_from(sorted(NAMES)), st.integers(1, 3), st.integers(1, 4))
 events = st.one_of(
     arrive,
     arrive,
     st.tuples(st.just("abort"), st.integers(0, 5)),
+    st.tuples(st.just("fault"), st.sampled_from(sorted(FAULTS))),
     st.tuples(st.just("fault"), st.sampled_from(sorted(FAULTS))),
     st.tuples(st.just("release"), st.integers(0, 3)),
     st.tuples(st.just("time"), st.sampled_from([1.0, 6.0, 60.0])),
@@ -70,8 +88,8 @@ class Run:
 
     number = itertools.count()
 
-    def __init__(self, engine: Engine, store: Any, prompts: dict[str, list[int]]) -> None:
-        self.engine, self.store, self.prompts = engine, store, prompts
+    def __init__(self, engine: Engine, store: Any, watching: Guard, prompts: dict[str, list[int]]) -> None:
+        self.engine, self.store, self.watching, self.prompts = engine, store, watching, prompts
         self.pool = engine.scheduler.kv_cache_manager.block_pool
         self.live: dict[str, tuple[str, int]] = {}
         self.ended: dict[str, tuple[str, int, Any]] = {}
@@ -81,11 +99,13 @@ class Run:
     def do(self, kind: str, *what: Any) -> None:
         getattr(self, kind)(*what)
         self.step(1)
+        self.watching.check()
 
-    def arrive(self, name: str, tokens: int) -> None:
-        request_id = f"h{next(self.number)}"
-        self.live[request_id] = name, tokens
-        self.engine.add(request_id, self.prompts[name], tokens)
+    def arrive(self, name: str, tokens: int, together: int) -> None:
+        for _ in range(together):
+            request_id = f"h{next(self.number)}"
+            self.live[request_id] = name, tokens
+            self.engine.add(request_id, self.prompts[name], tokens)
 
     def abort(self, index: int) -> None:
         if self.live:
@@ -141,7 +161,7 @@ class Run:
 
 
 @settings(
-    max_examples=40,
+    max_examples=150,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -159,8 +179,8 @@ def test_any_schedule_ends_with_the_right_tokens_and_nothing_left(
     clock, before = attach._clock, scheduler.recompute_kv_load_failures
     scheduler.recompute_kv_load_failures = recompute
     try:
-        with quiescent(ours), scripted(ours) as store, guard(ours):
-            run = Run(ours, store, prompts)
+        with quiescent(ours), scripted(ours) as store, guard(ours) as watching:
+            run = Run(ours, store, watching, prompts)
             attach._clock = lambda: run.now
             all_blocks = run.pool.get_num_free_blocks()
             outside = run.pool.get_new_blocks(all_blocks - POOL)
