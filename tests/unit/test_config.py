@@ -32,7 +32,8 @@ def test_every_policy_field_can_be_given() -> None:
         (
             {"mdoe": "attach"},
             "kv_connector_extra_config.singleflight.mdoe: unknown key; accepted are mode, on_deadline,"
-            " deadline_base_s, deadline_per_block_s, deadline_learned_factor, max_handovers, max_blocks",
+            " deadline_base_s, deadline_per_block_s, deadline_learned_factor, max_handovers, max_blocks,"
+            " join_patience",
         ),
         (
             {"mode": "attach", "deadline_base_s": "10"},
