@@ -20,6 +20,8 @@ class Mode(Enum):
     """The stock connector."""
     ATTACH = "attach"
     """Followers adopt the leader's pending GPU blocks."""
+    PARK = "park"
+    """Followers are asked again once the leader's blocks are local hits."""
 
 
 class OnDeadline(Enum):

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from . import compat, config, metrics
 from .attach import AttachScheduler
+from .park import ParkScheduler
 from .worker import SingleFlightMetadata, acknowledged, harden
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.singleflight = config.parse(extra.get("singleflight"))
         super().__init__(vllm_config, role, kv_cache_config)
-        self.attach: AttachScheduler | None = None
+        self.attach: AttachScheduler | ParkScheduler | None = None
         self.passes_through: str | None = None
         """Why attach mode, though asked for, is not on; None if it is on or was not asked for."""
 
@@ -67,9 +68,12 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             self.passes_through = reason
             logger.warning("kv-singleflight passes through to the stock connector: %s.", reason)
             return
-        self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight)
+        if self.singleflight.mode is config.Mode.PARK:
+            self.attach = ParkScheduler(self.connector_scheduler, self.singleflight)
+        else:
+            self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight)
         self._deltas = metrics.Deltas(self.attach.table.stats)
-        logger.info("kv-singleflight: attach mode is on.")
+        logger.info("kv-singleflight: %s mode is on.", self.singleflight.mode.value)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -27,7 +27,8 @@ def test_every_policy_field_can_be_given() -> None:
     [
         (
             {"mode": "atach"},
-            "kv_connector_extra_config.singleflight.mode: 'atach' is not accepted; give one of off, attach",
+            "kv_connector_extra_config.singleflight.mode: 'atach' is not accepted;"
+            " give one of off, attach, park",
         ),
         (
             {"mdoe": "attach"},
@@ -53,7 +54,7 @@ def test_every_policy_field_can_be_given() -> None:
         (
             {"mode": ["attach"]},
             "kv_connector_extra_config.singleflight.mode: ['attach'] is not accepted;"
-            " give one of off, attach",
+            " give one of off, attach, park",
         ),
     ],
 )
