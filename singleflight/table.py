@@ -98,9 +98,12 @@ class PendingBlockTable:
         while i < stop and (found := self._pending.get(hashes[i])) is not None:
             flight, first = found
             length = 1
-            if flight.whole:  # then to compare hashes is enough, which a slice does in one go
+            if flight.whole:  # then to compare hashes is enough, which tuples do at once
                 theirs = flight.hashes[first : first + stop - i]
-                length = next(compress(count(), map(ne, theirs, hashes[i:stop])), min(len(theirs), stop - i))
+                mine = tuple(hashes[i : i + len(theirs)])
+                length = len(mine)
+                if theirs != mine:
+                    length = next(compress(count(), map(ne, theirs, mine)), length)
             else:
                 while i + length < stop and self._pending.get(hashes[i + length]) == (flight, first + length):
                     length += 1
