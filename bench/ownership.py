@@ -51,7 +51,7 @@ COUNTED = {
 TIMED = {"ttft_median_s": "TTFT median (s)", "ttft_max_s": "TTFT max (s)"}
 VARIES = ("polls", "failed")
 """Polls: one for each scheduler step. Failed: requests whose Get the store has failed, by itself; 16
-transfers at once are more than Mooncake's TCP transport always bears on two busy cores. All others are exact."""
+transfers at once are more than Mooncake's TCP transport always bears on two busy cores. The rest is exact."""
 
 
 class GetLayer:
