@@ -188,7 +188,7 @@ def plot(results: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
         right.bar([n], [rows[arm]["ttft_median_s"]], 0.8)
     left.set_xticks(range(len(keys)), [COUNTED[key].replace(" ", "\n", 1) for key in keys], fontsize=8)
     left.set_ylabel("% of stock")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, ncols=len(ARMS), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     right.set_xticks(range(len(ARMS)), [arm.replace(" ", "\n") for arm in ARMS], fontsize=7)
     right.set_ylabel("TTFT median (s)")
     figure.suptitle(f"{REQUESTS} requests, one cold prefix of 1,024 tokens, 16 receive threads", fontsize=10)
