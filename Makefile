@@ -17,7 +17,7 @@ TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 # The part of the fault suite that `make test` runs. The rest (deadlines, pressure, ranks, real processes,
 # resets, soak) was green where it was written, but has not yet run to its end as one on the merged tree:
 # `make faults` runs all of it, and it joins this list once it has.
-SETTLED_FAULTS := $(addprefix tests/faults/test_,leader_fails.py broken_keys.py cancellation.py checksums.py)
+SETTLED_FAULTS := $(addprefix tests/faults/test_,leader_fails.py broken_keys.py cancellation.py checksums.py park.py)
 
 .PHONY: demo test faults lint clean
 .DELETE_ON_ERROR:

@@ -61,8 +61,10 @@ def missing_feature() -> str | None:
     return None
 
 
-def unsupported_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """What in the deployment attach mode is not tested with; None if nothing."""
+def unsupported_setup(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, adopting: bool = True
+) -> str | None:
+    """What in the deployment is not tested with attach mode, or park (not `adopting`); None if nothing."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
@@ -91,9 +93,9 @@ def unsupported_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     assert transfer is not None
     if not transfer.kv_connector_extra_config.get("load_async", True):
         return "load_async is false"
-    # A child of MultiConnector cannot know at allocation time whether it was chosen to load. vLLM imports
-    # the module only where it is used.
-    if MULTI_CONNECTOR in sys.modules:
+    # A child of MultiConnector cannot know at allocation time whether it was chosen to load; who only waits
+    # need not. vLLM imports the module only where it is used.
+    if adopting and MULTI_CONNECTOR in sys.modules:
         return "MultiConnector is in use"
     return None
 

@@ -59,16 +59,17 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         if self.singleflight.mode is config.Mode.OFF:
             return
         assert self.connector_scheduler is not None
+        park = self.singleflight.mode is config.Mode.PARK
         reason = (
             compat.missing_feature()
-            or compat.unsupported_setup(self._vllm_config, self._kv_cache_config)
+            or compat.unsupported_setup(self._vllm_config, self._kv_cache_config, adopting=not park)
             or compat.unsupported_manager(kv_cache_manager, self.connector_scheduler)
         )
         if reason is not None:
             self.passes_through = reason
             logger.warning("kv-singleflight passes through to the stock connector: %s.", reason)
             return
-        if self.singleflight.mode is config.Mode.PARK:
+        if park:
             self.attach = ParkScheduler(self.connector_scheduler, self.singleflight)
         else:
             self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight)

@@ -106,6 +106,7 @@ class TestPassThrough:
 
         monkeypatch.setitem(sys.modules, compat.MULTI_CONNECTOR, sys)
         assert compat.unsupported_setup(*setup) == "MultiConnector is in use"
+        assert compat.unsupported_setup(*setup, adopting=False) is None, "park mode need not know"
 
     def test_an_allocate_slots_of_another_signature(
         self, monkeypatch: pytest.MonkeyPatch, ours: Engine
