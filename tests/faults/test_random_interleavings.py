@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.faults.checksums import Guard, guard
 from tests.faults.scripted_store import Fault, Get, fail_keys, hang, raise_, scripted, short_read
-from tests.support import blocks, quiescent, salts
+from tests.support import STUCK_S, blocks, quiescent, salts
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
@@ -56,8 +57,6 @@ FAULTS: dict[str, Callable[[], Fault]] = {
     "short read": short_read,
     "rubbish": lambda: rubbish(),
 }
-LIMIT_STEPS = 2000
-
 arrive = st.tuples(st.just("arrive"), st.sampled_from(sorted(NAMES)), st.integers(1, 3), st.integers(1, 4))
 events = st.one_of(
     arrive,
@@ -153,11 +152,12 @@ class Run:
             fault.release.set()
         self.pool.free_blocks(self.held)
         self.held = []
-        for _ in range(LIMIT_STEPS):
-            if not self.live:
-                return
+        # Seconds, not steps: an idle step is over long before a Get on a busy machine.
+        limit = time.monotonic() + STUCK_S
+        while self.live:
             self.step(1)
-        raise AssertionError(f"stuck: {self.live} {self.engine.connector.attach.table!r}")
+            stuck = f"stuck: {self.live} {self.engine.connector.attach.table!r}"
+            assert time.monotonic() < limit, stuck
 
 
 @settings(
@@ -188,8 +188,10 @@ def test_any_schedule_ends_with_the_right_tokens_and_nothing_left(
                 for event in schedule:
                     run.do(*event)
             finally:
-                run.to_the_end()
-                run.pool.free_blocks(outside)
+                try:
+                    run.to_the_end()
+                finally:
+                    run.pool.free_blocks(outside)
     finally:
         attach._clock, scheduler.recompute_kv_load_failures = clock, before
     for name, tokens, answer in run.ended.values():
