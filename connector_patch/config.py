@@ -20,6 +20,8 @@ class Mode(Enum):
     """The stock connector."""
     ATTACH = "attach"
     """Followers adopt the leader's pending GPU blocks."""
+    SHADOW = "shadow"
+    """Stock behaviour; counts what would have been coalesced."""
 
 
 class OnDeadline(Enum):

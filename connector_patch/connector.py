@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from . import compat, config, metrics
 from .attach import AttachScheduler
+from .shadow import Shadow
 from .worker import SingleFlightMetadata, acknowledged, harden
 
 if TYPE_CHECKING:
@@ -49,27 +50,48 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self.attach: AttachScheduler | None = None
         self.passes_through: str | None = None
-        """Why attach mode, though asked for, is not on; None if it is on or was not asked for."""
+        """Why the mode asked for is not on; None if it is on."""
+        self.shadow: Shadow | None = None
+        self._deltas: metrics.Deltas | None = None
 
-    # -- scheduler side; `attach` is None when off or passing through, and everything is stock ----------
+    # -- scheduler side; where `attach` is None, every call goes to the stock code as it came ------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self.singleflight.mode is config.Mode.OFF:
-            return
-        assert self.connector_scheduler is not None
+        mode = self.singleflight.mode
+        if mode is config.Mode.ATTACH:
+            self.passes_through = self._attach(kv_cache_manager)
+        elif mode is config.Mode.SHADOW:
+            self.passes_through = self._watch()
+        if self.passes_through is not None:
+            logger.warning("kv-singleflight passes through to the stock connector: %s.", self.passes_through)
+        elif mode is not config.Mode.OFF:
+            logger.info("kv-singleflight: %s mode is on.", mode.value)
+
+    def _attach(self, kv_cache_manager: KVCacheManager) -> str | None:
+        """Turn attach mode on, or say why it cannot be."""
+        stock = self.connector_scheduler
+        assert stock is not None
         reason = (
             compat.missing_feature()
             or compat.unsupported_setup(self._vllm_config, self._kv_cache_config)
-            or compat.unsupported_manager(kv_cache_manager, self.connector_scheduler)
+            or compat.unsupported_manager(kv_cache_manager, stock)
         )
-        if reason is not None:
-            self.passes_through = reason
-            logger.warning("kv-singleflight passes through to the stock connector: %s.", reason)
-            return
-        self.attach = AttachScheduler(self.connector_scheduler, kv_cache_manager, self.singleflight)
-        self._deltas = metrics.Deltas(self.attach.table.stats)
-        logger.info("kv-singleflight: attach mode is on.")
+        if reason is None:
+            self.attach = AttachScheduler(stock, kv_cache_manager, self.singleflight)
+            stats = self.attach.table.stats
+            self._deltas = metrics.Deltas(lambda: metrics.flat(stats))
+        return reason
+
+    def _watch(self) -> str | None:
+        """Turn shadow mode on, or say why it cannot be."""
+        stock = self.connector_scheduler
+        assert stock is not None
+        if (reason := compat.unwatchable(stock)) is None:
+            shadow = self.shadow = Shadow(stock, self.singleflight.policy.max_blocks)
+            size = compat.bytes_per_block(self._vllm_config, self._kv_cache_config)
+            self._deltas = metrics.Deltas(lambda: metrics.flat_shadow(shadow, size))
+        return reason
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -85,6 +107,8 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             super().update_state_after_alloc(request, blocks, num_external_tokens)
         else:
             self.attach.allocated(request, blocks, num_external_tokens)
+        if self.shadow is not None:
+            self.shadow.allocated(request, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.attach is None:
@@ -98,6 +122,8 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         return SingleFlightMetadata(meta, self.attach.acknowledgements())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self.shadow is not None:
+            self.shadow.output(connector_output)
         super().update_connector_output(connector_output)
         if self.attach is not None:
             self.attach.output(connector_output)
@@ -112,10 +138,16 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
     def reset_cache(self) -> bool | None:
         if self.attach is not None:
             self.attach.reset()
+        if self.shadow is not None:
+            self.shadow.reset()
         return super().reset_cache()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return super().get_kv_connector_stats() if self.attach is None else self._deltas.take()
+        if self._deltas is None:
+            return super().get_kv_connector_stats()
+        if self.shadow is None:
+            return self._deltas.take()
+        return self._deltas.take(self.shadow.take_windows()) if self.shadow.changed else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
