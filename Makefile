@@ -28,8 +28,8 @@ demo: $(DEMO_STAMP)
 # Two processes: where numba is loaded, vLLM 0.32's CPU engine does not start (it scans all modules and trips
 # over llvmlite), and engine tests run in the test process.
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest tests/sim tests/traces $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --ignore=tests/sim --ignore=tests/traces --ignore=tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/sim tests/traces tests/gate $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sim --ignore=tests/traces --ignore=tests/gate --ignore=tests/faults $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(SETTLED_FAULTS) $(PYTEST_ARGS)
 
 faults: $(TEST_STAMP)
