@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -9,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector impor
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreConnectorMetadata
 from vllm.logger import init_logger
 
-from . import compat, config, metrics
+from . import auto, compat, config, metrics
 from .attach import AttachScheduler
 from .shadow import Shadow
 from .worker import SingleFlightMetadata, acknowledged, harden
@@ -58,15 +59,36 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        mode = self.singleflight.mode
-        if mode is config.Mode.ATTACH:
+        asked = self.singleflight.mode
+        if asked is config.Mode.AUTO:
+            self._choose(kv_cache_manager)
+        elif asked is config.Mode.ATTACH:
             self.passes_through = self._attach(kv_cache_manager)
-        elif mode is config.Mode.SHADOW:
+        elif asked is config.Mode.SHADOW:
             self.passes_through = self._watch()
         if self.passes_through is not None:
             logger.warning("kv-singleflight passes through to the stock connector: %s.", self.passes_through)
-        elif mode is not config.Mode.OFF:
-            logger.info("kv-singleflight: %s mode is on.", mode.value)
+        elif asked in (config.Mode.ATTACH, config.Mode.SHADOW):
+            logger.info("kv-singleflight: %s mode is on.", asked.value)
+
+    def _choose(self, kv_cache_manager: KVCacheManager) -> None:
+        """Mode auto: attach if the verdict says so and it is possible, otherwise shadow; one log line."""
+        assert self.connector_scheduler is not None
+        objection = auto.objection(
+            self.singleflight,
+            block_size=self.connector_scheduler._block_size,
+            model=self._vllm_config.model_config.model,
+            now=datetime.datetime.now(datetime.UTC),
+        )
+        if objection is None:
+            reason = self._attach(kv_cache_manager)
+            if reason is None:
+                logger.info("kv-singleflight: attach mode is on, as %s says.", self.singleflight.gate)
+                return
+            objection = f"the verdict says yes, but attach mode is not possible here: {reason}"
+        self.passes_through = self._watch()
+        if self.passes_through is None:
+            logger.warning("kv-singleflight: shadow mode is on (counts, changes nothing): %s.", objection)
 
     def _attach(self, kv_cache_manager: KVCacheManager) -> str | None:
         """Turn attach mode on, or say why it cannot be."""
