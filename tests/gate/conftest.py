@@ -11,6 +11,7 @@ import pytest
 
 from singleflight.quantity import Origin, Quantity
 from singleflight.verdict import Fractions, Margin, Rates, Scope, Verdict
+from tests.sim.conftest import shared  # noqa: F401 - a fixture
 
 DELETE = object()
 
@@ -63,6 +64,22 @@ def changed(good: Verdict, tmp_path: Path) -> Changed:
         else:
             at[last] = value
         path.write_text(json.dumps(document))
+        return path
+
+    return to_file
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """write([(ms, hash ids), ...]): a Mooncake trace of 32-token blocks."""
+
+    def to_file(rows: list[tuple[int, list[int]]]) -> Path:
+        path = tmp_path / "trace.jsonl"
+        lines = (
+            {"timestamp": at, "input_length": 32 * len(ids), "output_length": 1, "hash_ids": ids}
+            for at, ids in rows
+        )
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return path
 
     return to_file
