@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from . import auto, compat, config, metrics
 from .attach import AttachScheduler
+from .recorder import Recorder, quantiles_ms
 from .shadow import Shadow
 from .worker import SingleFlightMetadata, acknowledged, harden
 
@@ -53,6 +54,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         self.passes_through: str | None = None
         """Why the mode asked for is not on; None if it is on."""
         self.shadow: Shadow | None = None
+        self.recorder: Recorder | None = None
         self._deltas: metrics.Deltas | None = None
 
     # -- scheduler side; where `attach` is None, every call goes to the stock code as it came ------------
@@ -70,6 +72,8 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             logger.warning("kv-singleflight passes through to the stock connector: %s.", self.passes_through)
         elif asked in (config.Mode.ATTACH, config.Mode.SHADOW):
             logger.info("kv-singleflight: %s mode is on.", asked.value)
+        if self.singleflight.record is not None:
+            self._record(self.singleflight.record)
 
     def _choose(self, kv_cache_manager: KVCacheManager) -> None:
         """Mode auto: attach if the verdict says so and it is possible, otherwise shadow; one log line."""
@@ -115,6 +119,36 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             self._deltas = metrics.Deltas(lambda: metrics.flat_shadow(shadow, size))
         return reason
 
+    def _record(self, record: config.Record) -> None:
+        """Start the recorder. ValueError if its file cannot be written."""
+        stock, parallel = self.connector_scheduler, self._vllm_config.parallel_config
+        assert stock is not None
+        if self.shadow is None and compat.unwatchable(stock) is None:
+            self.shadow = Shadow(stock, self.singleflight.policy.max_blocks)  # for its load windows
+
+        def windows_ms() -> dict[str, float] | None:
+            return quantiles_ms(self.shadow.windows_seen, self.shadow.windows_s) if self.shadow else None
+
+        path = record.path
+        if parallel.data_parallel_size > 1:  # each of these engines has its own arrivals
+            path = path.with_name(f"{path.name}.dp{parallel.data_parallel_rank}")
+        try:
+            self.recorder = Recorder(
+                path,
+                int(record.max_mb * 1e6),
+                stock._hash_block_size,
+                self._vllm_config.model_config.model,
+                windows_ms,
+                lambda error: logger.error("kv-singleflight: recording to %s has ended: %s.", path, error),
+            )
+        except BlockingIOError:
+            logger.warning("kv-singleflight: does not record, since another process records to %s.", path)
+        except OSError as error:
+            raise ValueError(
+                f"{config.WHERE}.record.path: {str(path)!r} is not accepted ({error.strerror});"
+                " give a file that can be written"
+            ) from None
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -155,6 +189,12 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.attach is not None:
             self.attach.finished(request.request_id)
+        if self.recorder is not None:
+            full = request.num_prompt_tokens // self.recorder.block_size
+            hashes = request.block_hashes[:full]
+            self.recorder.finished(
+                request.arrival_time, request.num_prompt_tokens, request.num_output_tokens, hashes
+            )
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
@@ -164,11 +204,19 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             self.shadow.reset()
         return super().reset_cache()
 
+    def shutdown(self) -> None:
+        recorder = getattr(self, "recorder", None)  # also called by __del__, of what was never complete
+        if recorder is not None:
+            self.recorder = None
+            recorder.close()
+        super().shutdown()  # type: ignore[no-untyped-call]
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._deltas is None:
             return super().get_kv_connector_stats()
-        if self.shadow is None:
+        if self.attach is not None:
             return self._deltas.take()
+        assert self.shadow is not None
         return self._deltas.take(self.shadow.take_windows()) if self.shadow.changed else None
 
     @classmethod

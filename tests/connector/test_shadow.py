@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +16,11 @@ import pytest
 
 from connector_patch import metrics
 from connector_patch.shadow import Shadow
+from singleflight import recording
 from singleflight.arms import OURS, STOCK
 from singleflight.embedded import spawned, tail
+from singleflight.traces.reader import Options, read
+from singleflight.traces.request import Lengths, Request
 
 if TYPE_CHECKING:
     from singleflight.arms import Arm
@@ -46,9 +50,14 @@ def stock(stack: Stack) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def shadow(stack: Stack, stock: dict[str, Any]) -> dict[str, Any]:
-    """After stock: both use the store, and empty it first."""
-    return watched(stack, OURS, {"singleflight": {"mode": "shadow"}})
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def shadow(stack: Stack, stock: dict[str, Any], trace: Path) -> dict[str, Any]:
+    """After stock: both use the store, and empty it first. It records, too."""
+    return watched(stack, OURS, {"singleflight": {"mode": "shadow", "record": {"path": str(trace)}}})
 
 
 @pytest.mark.engine
@@ -121,6 +130,40 @@ class TestOnARealEngine:
     def test_windows_are_those_of_loads_that_opened_a_cohort(self, shadow: dict[str, Any]) -> None:
         """1 + 2 + 2 + 1, and none of loads that failed, joined, or were in the air at a reset."""
         assert shadow["windows"] == 6
+
+
+@pytest.mark.engine
+class TestTheRecording:
+    """Of the same run: 21 requests, and 6 that have filled the store."""
+
+    @pytest.fixture
+    def rows(self, trace: Path, shadow: dict[str, Any]) -> list[Request]:
+        return read(str(trace), Options(block_size=32, recording=True))
+
+    def test_every_arrival_is_there(self, rows: list[Request]) -> None:
+        assert len(rows) == 21 + 6
+        lengths = Counter(row.lengths for row in rows)
+        # Those who ran to the end; and the two that were aborted while they waited.
+        assert lengths[Lengths(K * 32 + 4, 4)] == 8 + 2 + 2 + 2 + 3
+        assert lengths[Lengths(K * 32 + 4, 0)] == 2
+
+    def test_who_shares_blocks_shares_ids_and_nobody_shares_a_block_that_is_not_full(
+        self, rows: list[Request]
+    ) -> None:
+        eight = [row for row in rows if row.lengths.input == K * 32 + 4][:8]
+        assert len({tuple(row.hashes[:K]) for row in eight}) == 1
+        assert len({row.hashes[K] for row in eight}) == 8
+
+    def test_the_header_says_what_the_rows_do_not(
+        self, stack: Stack, trace: Path, rows: list[Request], shadow: dict[str, Any]
+    ) -> None:
+        header = recording.header_of(str(trace))
+        assert header is not None
+        assert (header.block_size_tokens, header.model) == (32, str(stack.model))
+        windows = header.load_windows_ms
+        assert windows is not None
+        assert windows["count"] == shadow["windows"]
+        assert 0 < windows["p50"] <= windows["p99"] <= windows["max"]
 
 
 class TestCounting:
