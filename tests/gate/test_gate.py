@@ -118,7 +118,7 @@ class TestAnswers:
         """Sixteen at the same second: at once, or over the whole of it? Only a recording of ours knows."""
         rows = [(second * 1000, [second, 1000 + second]) for second in range(60) for _ in range(16)]
         trace, out = write(rows), tmp_path / "v.json"
-        asked = ("gate", trace, "--window-ms", 10, "--block-size", 32, "--out", out)
+        asked = ("gate", trace, "--window-ms", 40, "--block-size", 32, "--out", out)
         assert call(*asked).exit_code == 0
         found = verdict.read(out)
         assert found.margin.low < 0 < found.margin.high
