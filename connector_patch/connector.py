@@ -51,6 +51,8 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         self.singleflight = config.parse(extra.get("singleflight"))
         super().__init__(vllm_config, role, kv_cache_config)
         self.attach: AttachScheduler | None = None
+        self.mode = config.Mode.OFF
+        """What the mode asked for came to: attach, shadow or off."""
         self.passes_through: str | None = None
         """Why the mode asked for is not on; None if it is on."""
         self.shadow: Shadow | None = None
@@ -105,6 +107,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         )
         if reason is None:
             self.attach = AttachScheduler(stock, kv_cache_manager, self.singleflight)
+            self.mode = config.Mode.ATTACH
             stats = self.attach.table.stats
             self._deltas = metrics.Deltas(lambda: metrics.flat(stats))
         return reason
@@ -114,6 +117,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         stock = self.connector_scheduler
         assert stock is not None
         if (reason := compat.unwatchable(stock)) is None:
+            self.mode = config.Mode.SHADOW
             shadow = self.shadow = Shadow(stock, self.singleflight.policy.max_blocks)
             size = compat.bytes_per_block(self._vllm_config, self._kv_cache_config)
             self._deltas = metrics.Deltas(lambda: metrics.flat_shadow(shadow, size))

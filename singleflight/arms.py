@@ -16,6 +16,7 @@ from .embedded import EmbeddedError, Stack, spawned, tail
 
 STOCK = "MooncakeStoreConnector"
 OURS = "SingleFlightMooncakeStoreConnector"
+END_S = 10.0
 _started = itertools.count()
 """One log for each engine."""
 
@@ -72,6 +73,9 @@ def arm(
         far.close()
         with near.makefile("rw") as wire:
             yield Arm(connector, process, wire, log)
+            near.shutdown(socket.SHUT_RDWR)  # it ends by itself, and with it what it records
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
 
 
 @contextlib.contextmanager
