@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from singleflight.console import quantities
 from singleflight.gate import LONGEST_MS, SENSITIVITY, Gate, Point, now, versions, window_figure
-from singleflight.quantity import Quantity
 from singleflight.sim.cost import SATURATED
 from singleflight.sim.report import window_label
 from singleflight.traces.reader import TraceReader
@@ -174,14 +174,7 @@ def show(console: Console, of: Verdict) -> None:
     console.print("What would flip it:", style="bold")
     for sentence in of.flips:
         console.print(f"- {sentence}", highlight=False)
-    console.print(_figures(of.figures))
-
-
-def _figures(figures: dict[str, Quantity]) -> Table:
-    table = Table("figure", "value", "unit", "from", title="What it rests on", title_justify="left")
-    for name, quantity in figures.items():
-        table.add_row(name, f"{quantity.value:,.6g}", quantity.unit, quantity.origin.value)
-    return table
+    console.print(quantities(of.figures))
 
 
 def plot(path: Path, gate: Gate, of: Verdict) -> None:
