@@ -28,9 +28,9 @@ BLOCK = 16
 """Tokens a block, vLLM's usual size."""
 IN_FLIGHT = 16
 """Requests whose loads are in the air together."""
-RUNS = (8, 256)
-"""Blocks a request, few and many: their difference is the cost of a block."""
-PASSES = 41
+RUNS = (1, 256)
+"""Blocks a request: their difference is the cost of a block, and the rest of the short one a lookup's."""
+PASSES = 101
 
 
 class FullStore:
@@ -196,7 +196,11 @@ def main() -> int:
     if args.mooncake_config is not None:
         from . import calibrate_store
 
-        measured = calibrate_store.measure(args.mooncake_config, args.threads)
+        try:
+            measured = calibrate_store.measure(args.mooncake_config, args.threads)
+        except calibrate_store.StoreError as fault:
+            print(f"error: {fault}", flush=True)
+            return 1
         figures = figures.measured(**measured.figures())
         notes.append(measured.note())
     made_at = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +36,7 @@ MAX_SCALE = 1e6
 def register(app: typer.Typer) -> None:
     """Add the commands to an application."""
     app.command("gate")(gate)
+    app.command("calibrate")(calibrate)
 
 
 @guarded
@@ -121,3 +126,50 @@ def _agree(option: str, asked: Any, recorded: Any, path: str) -> Any:
             f"{option} {asked}; accepted: {recorded}, which {recording.header_path(path)} says"
         )
     return recorded
+
+
+@guarded
+def calibrate(
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The calibration, for `gate --calibration`.")
+    ] = Path("calibration.json"),
+    mooncake_config: Annotated[
+        Path | None,
+        typer.Option(metavar="JSON", help="As MOONCAKE_CONFIG_PATH: measure this store too."),
+    ] = None,
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1, max=64, envvar="VLLM_MOONCAKE_LOAD_RECV_THREADS", help="Receive threads of the deployment."
+        ),
+    ] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what the layer costs this machine's scheduler and, given a store, what its loads take."""
+    from singleflight import console
+    from singleflight.embedded import spawned
+
+    for name, where in (("--out", out.absolute().parent), ("--mooncake-config", mooncake_config)):
+        if where is not None and not where.exists():
+            stop(f"{name}: {where} does not exist; give one that does")
+    if find_spec("vllm") is None:
+        stop("This needs vLLM, which is not installed: pip install 'kv-singleflight[cpu]' (or [gpu])")
+    argv = [sys.executable, "-m", "connector_patch.calibrate", "--out", str(out), "--threads", str(threads)]
+    argv += ["--mooncake-config", str(mooncake_config)] if mooncake_config else []
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
+    with tempfile.TemporaryDirectory() as folder, console.orderly(), console.progress() as bar:
+        bar.add_task("measuring the coordination cost" + (" and the store" if mooncake_config else ""))
+        log = Path(folder) / "log"
+        with spawned(argv, log=log, env={**os.environ, **quiet}) as process:
+            code = process.wait()
+        said = log.read_text(errors="replace").splitlines()
+    if code:
+        stop(next((line for line in said if line.startswith("error: ")), said[-1] if said else "failed"), 1)
+    if as_json:
+        typer.echo(out.read_text(), nl=False)
+        return
+    measured = calibration.read(out)
+    console.out.print(console.quantities(measured.figures.as_dict()))
+    for note in measured.notes:
+        console.out.print(note, highlight=False)
+    console.out.print(f"Written: {out}", soft_wrap=True, highlight=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from singleflight.console import quantities
 from singleflight.gate import LONGEST_MS, SENSITIVITY, Gate, Point, now, versions, window_figure
-from singleflight.quantity import Quantity
 from singleflight.sim.cost import SATURATED
 from singleflight.sim.report import window_label
 from singleflight.traces.reader import TraceReader
@@ -28,7 +28,7 @@ def verdict(gate: Gate, trace: TraceReader, model: str | None, flip_s: float | N
     return Verdict(
         made_at=now(),
         enable=gate.enable,
-        reasons=_reasons(gate, trace),
+        reasons=_reasons(gate),
         flips=_flips(gate, flip_s),
         fractions=Fractions(
             duplicate_cohorts=_share(counts.dup_cohorts, counts.cohorts),
@@ -75,46 +75,43 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us" if value < 0.001 else window_label(round(value * 1000))
 
 
-def _reasons(gate: Gate, trace: TraceReader) -> list[str]:
+def _reasons(gate: Gate) -> list[str]:
+    """The first says it all: it is the one that the connector logs."""
     point, load, figures = gate.stated, gate.load, gate.figures
     counts, costs, traffic = point.counts, point.costs, point.traffic
     margins = [each.costs.margin for each in gate.neighbourhood]
+    low, high = min(margins), max(margins)
+    verb = "pays"
+    if low <= 0:
+        verb = "does not pay" if high <= 0 else "pays in some of it only, so the answer is no"
     window = seconds(load.window_s)
-    if gate.deployment.window is not None:
-        said = [f"A load takes {window} ({gate.deployment.window.origin.value})."]
-    else:
-        size = traffic.run_blocks * gate.deployment.block_tokens * figures.kv_bytes_per_token.value
-        said = [
-            f"A load takes {window} by the cost model: {traffic.run_blocks:.1f} blocks, {size / 1e6:,.3g} MB,"
-            f" in {seconds(load.service_s)} at {figures.load_bandwidth.value / 1e6:,.4g} MB/s"
-            f" ({figures.load_bandwidth.origin.value}), and {seconds(load.wait_s)} in the queue."
-        ]
-        if load.utilization > SATURATED:
-            said.append(
-                f"Loads come at {load.utilization:.1f} times the rate the load path can serve, so the wait in"
-                " its queue is cut off and the window a lower bound."
-            )
-    said.append(
+    said = [
+        f"With loads of {window}, halved and doubled, and both lookups"
+        + (", time ties kept and spread" if len(gate.spreads) > 1 else "")
+        + f", the margin is {low:+.3g} to {high:+.3g} request-seconds a second: coalescing {verb}.",
         f"{counts.removable:,} of {counts.attempts:,} cold block loads could be removed"
         f" ({float(100 * counts.redundancy):.4f} %): {traffic.removable_per_s:.4g} of"
-        f" {traffic.cold_per_s:.4g} a second."
-    )
-    said.append(
+        f" {traffic.cold_per_s:.4g} a second.",
         f"That saves {costs.saving:.3g} request-seconds a second; coordination costs"
-        f" {costs.coordination:.3g}, waits and failures {costs.waits:.3g}: margin {costs.margin:+.3g}."
-    )
-    around = "with the window halved and doubled, both lookups" + (
-        ", time ties kept and spread" if len(gate.spreads) > 1 else ""
-    )
-    low, high = min(margins), max(margins)
-    verb = (
-        "pays" if low > 0 else "does not pay" if high <= 0 else "pays in some of it only, so the answer is no"
-    )
-    said.append(f"Around it, {around}, the margin runs from {low:+.3g} to {high:+.3g}: it {verb}.")
+        f" {costs.coordination:.3g}, waits and failures {costs.waits:.3g}.",
+    ]
+    if gate.deployment.window is not None:
+        said.append(f"That a load takes {window} was {gate.deployment.window.origin.value}.")
+    else:
+        size = traffic.run_blocks * gate.deployment.block_tokens * figures.kv_bytes_per_token.value
+        said.append(
+            f"That a load takes {window} is the cost model's: {traffic.run_blocks:.1f} blocks,"
+            f" {size / 1e6:,.3g} MB, in {seconds(load.service_s)} at"
+            f" {figures.load_bandwidth.value / 1e6:,.4g} MB/s ({figures.load_bandwidth.origin.value}), and"
+            f" {seconds(load.wait_s)} in the queue."
+        )
+        if load.utilization > SATURATED:
+            said.append(
+                f"Loads come at {load.utilization:.3g} times the rate the load path can serve, so the wait"
+                " in its queue is cut off and the window a lower bound."
+            )
     if names := figures.defaults():
         said.append(f"Not measured but assumed: {', '.join(names)}.")
-    if gate.deployment.block_tokens != (trace.form.block_size if trace.form else None):
-        said.append(f"Hash ids cover {gate.deployment.block_tokens} tokens each.")
     return said
 
 
@@ -174,14 +171,7 @@ def show(console: Console, of: Verdict) -> None:
     console.print("What would flip it:", style="bold")
     for sentence in of.flips:
         console.print(f"- {sentence}", highlight=False)
-    console.print(_figures(of.figures))
-
-
-def _figures(figures: dict[str, Quantity]) -> Table:
-    table = Table("figure", "value", "unit", "from", title="What it rests on", title_justify="left")
-    for name, quantity in figures.items():
-        table.add_row(name, f"{quantity.value:,.6g}", quantity.unit, quantity.origin.value)
-    return table
+    console.print(quantities(of.figures))
 
 
 def plot(path: Path, gate: Gate, of: Verdict) -> None:

@@ -44,11 +44,12 @@ class Figures:
     kv_bytes_per_token: Quantity = _figure(131_072, "bytes/token", low=1.0)
     """32 layers, 8 KV heads of 128, keys and values in 16 bits (Llama 3.1 8B)."""
 
-    coordination_per_lookup: Quantity = _figure(100e-6, "s/request")
-    """Scheduler time the layer adds to each request, blocks apart. `singleflight calibrate` measures it."""
+    coordination_per_lookup: Quantity = _figure(30e-6, "s/request")
+    """Scheduler time the layer adds to each request, blocks apart. `singleflight calibrate` measures it; the
+    default is over three times what it found on a 2-core cloud machine."""
 
-    coordination_per_block: Quantity = _figure(2e-6, "s/block")
-    """And to each block that is loaded from outside."""
+    coordination_per_block: Quantity = _figure(4e-6, "s/block")
+    """And to each block that is loaded from outside; likewise."""
 
     stalled_requests: Quantity = _figure(16.0, "requests", low=1.0)
     """How many requests wait while one scheduler works: what an instance typically serves at once."""
