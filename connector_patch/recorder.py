@@ -88,9 +88,10 @@ class Recorder:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what is waiting, and end."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=CLOSE_S)
+        """Write what is waiting, and end. A second call does nothing."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
 
     # -- the writing thread ------------------------------------------------------------------------------
