@@ -3,6 +3,7 @@
 #   make demo                       the main job on a real stack, CPU
 #   make demo CONNECTOR_EXTRA=gpu   the same with vllm and mooncake-transfer-engine
 #   make test                       every test
+#   make loop                       record a live engine, gate the recording, restart with `auto`
 #   make faults                     the failure-injection suite alone
 #   make lint                       ruff, mypy, import-linter
 #   make clean                      removes .venv and what the commands wrote
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.installed-demo-$(CONNECTOR_EXTRA)
 TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 
-.PHONY: demo test faults lint clean
+.PHONY: demo test loop faults lint clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -24,9 +25,13 @@ demo: $(DEMO_STAMP)
 # trips over llvmlite), and engine tests run in the test process. The fault suite is a third, with an engine of
 # its own.
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest tests/sim tests/traces $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --ignore=tests/sim --ignore=tests/traces --ignore=tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/sim tests/traces tests/gate $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sim --ignore=tests/traces --ignore=tests/gate --ignore=tests/faults $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+
+# Takes numba and matplotlib, so what the tests take.
+loop: $(TEST_STAMP)
+	$(BIN)/python -m singleflight.loop --out loop-out
 
 faults: $(TEST_STAMP)
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
@@ -46,4 +51,4 @@ $(TEST_STAMP): pyproject.toml .ci/setup
 	@touch $@ $(DEMO_STAMP)
 
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) demo-out loop-out
