@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm import envs
+
+from singleflight.estimate import Forecast
 from singleflight.stats import Outcome, Reason
 from singleflight.table import Left, PendingBlockTable, Publish, Segment
 
@@ -89,7 +92,8 @@ class AttachScheduler:
         config: Config,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.table = PendingBlockTable(config.policy)
+        # As many loads at a time as the worker has receive threads.
+        self.table = PendingBlockTable(config.policy, Forecast(envs.VLLM_MOONCAKE_LOAD_RECV_THREADS))
         self._on_deadline = config.on_deadline
         self._stock = stock
         self._manager = manager
@@ -112,13 +116,16 @@ class AttachScheduler:
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """External tokens beyond the local hit: adopted ones first, then our own suffix.
 
-        (None, False) asks vLLM to ask again: an asynchronous lookup is not ready.
+        (None, False) asks vLLM to ask again: an asynchronous lookup is not ready. Where waiting is not
+        expected to pay, the answer is the stock connector's, and the load may be joined by others.
         """
         request_id = request.request_id
         self._plans.pop(request_id, None)
         if request_id in self._no_load or request.skip_reading_prefix_cache:
             return 0, False
         now = self._clock()
+        if len(self.table):
+            self._carry_out(self.table.expire(now))  # or it could join a flight that has just become overdue
         first = num_local_tokens // self._block_size
         # The last token is always computed, so a prompt of full blocks adopts all but its last.
         stop = min(len(request.block_hashes), (request.num_tokens - 1) // self._block_size)
@@ -127,18 +134,24 @@ class AttachScheduler:
             return self._stock.get_num_new_matched_tokens(request, num_local_tokens)
 
         end = first + len(blocks)
+        tokens = len(blocks) * self._block_size
         own = 0
-        if end < stop and not self._known_miss(request, end, segments[-1]):
-            answer, _ = self._stock.get_num_new_matched_tokens(request, end * self._block_size)
+        suffix_unknown = end < stop and not self._known_miss(request, end, segments[-1])
+        if suffix_unknown or not self.table.worth_joining(segments, len(blocks), now):
+            answer, is_async = self._stock.get_num_new_matched_tokens(request, num_local_tokens)
             if answer is None:
                 return None, False
-            own = answer
+            alone = answer // self._block_size
+            if answer >= tokens and not self.table.worth_joining(segments, alone, now):
+                return answer, is_async
+            own = max(answer - tokens, 0)
         else:
             # Asked in an earlier pass (lookup_async): by the time this wait is over, an old answer.
             self._stock.client.discard(request_id)
-        if not own:
+        if own:
+            self._stock.load_specs[request_id].vllm_cached_tokens = end * self._block_size
+        else:
             self._stock.load_specs.pop(request_id, None)
-        tokens = len(blocks) * self._block_size
         self._plans[request_id] = Plan(blocks, segments, tokens, tokens + own, now)
         return tokens + own, True
 
@@ -253,7 +266,8 @@ class AttachScheduler:
         while i < stop:
             if run := self.table.run(hashes, i, stop):
                 segments += run
-                blocks += (block for segment in run for block in segment.destination)
+                for segment in run:
+                    blocks.extend(segment.destination)
             elif blocks and (cached := self._pool.get_cached_block(hashes[i], [0])):
                 # A shorter load has landed behind a longer one: no local hit yet, but no load either.
                 blocks += cached

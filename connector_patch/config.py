@@ -25,6 +25,8 @@ class Mode(Enum):
     """The stock connector."""
     ATTACH = "attach"
     """Followers adopt the leader's pending GPU blocks."""
+    PARK = "park"
+    """Followers are asked again once the leader's blocks are local hits."""
     SHADOW = "shadow"
     """Stock behaviour; counts what would have been coalesced."""
 

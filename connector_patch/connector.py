@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from . import auto, compat, config, metrics
 from .attach import AttachScheduler
+from .park import ParkScheduler
 from .recorder import Recorder, quantiles_ms
 from .shadow import Shadow
 from .worker import SingleFlightMetadata, acknowledged, harden
@@ -50,9 +51,9 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.singleflight = config.parse(extra.get("singleflight"))
         super().__init__(vllm_config, role, kv_cache_config)
-        self.attach: AttachScheduler | None = None
+        self.attach: AttachScheduler | ParkScheduler | None = None
         self.mode = config.Mode.OFF
-        """What the mode asked for came to: attach, shadow or off."""
+        """What the mode asked for came to: attach, park, shadow or off."""
         self.passes_through: str | None = None
         """Why the mode asked for is not on; None if it is on."""
         self.shadow: Shadow | None = None
@@ -66,13 +67,13 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         asked = self.singleflight.mode
         if asked is config.Mode.AUTO:
             self._choose(kv_cache_manager)
-        elif asked is config.Mode.ATTACH:
-            self.passes_through = self._attach(kv_cache_manager)
+        elif asked in (config.Mode.ATTACH, config.Mode.PARK):
+            self.passes_through = self._coalesce(asked, kv_cache_manager)
         elif asked is config.Mode.SHADOW:
             self.passes_through = self._watch()
         if self.passes_through is not None:
             logger.warning("kv-singleflight passes through to the stock connector: %s.", self.passes_through)
-        elif asked in (config.Mode.ATTACH, config.Mode.SHADOW):
+        elif asked not in (config.Mode.AUTO, config.Mode.OFF):
             logger.info("kv-singleflight: %s mode is on.", asked.value)
         if self.singleflight.record is not None:
             self._record(self.singleflight.record)
@@ -87,7 +88,7 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             now=datetime.datetime.now(datetime.UTC),
         )
         if objection is None:
-            reason = self._attach(kv_cache_manager)
+            reason = self._coalesce(config.Mode.ATTACH, kv_cache_manager)
             if reason is None:
                 logger.info("kv-singleflight: attach mode is on, as %s says.", self.singleflight.gate)
                 return
@@ -96,8 +97,8 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         if self.passes_through is None:
             logger.warning("kv-singleflight: shadow mode is on (counts, changes nothing): %s.", objection)
 
-    def _attach(self, kv_cache_manager: KVCacheManager) -> str | None:
-        """Turn attach mode on, or say why it cannot be."""
+    def _coalesce(self, mode: config.Mode, kv_cache_manager: KVCacheManager) -> str | None:
+        """Turn attach or park mode on, or say why it cannot be."""
         stock = self.connector_scheduler
         assert stock is not None
         reason = (
@@ -106,8 +107,11 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
             or compat.unsupported_manager(kv_cache_manager, stock)
         )
         if reason is None:
-            self.attach = AttachScheduler(stock, kv_cache_manager, self.singleflight)
-            self.mode = config.Mode.ATTACH
+            if mode is config.Mode.PARK:
+                self.attach = ParkScheduler(stock, self.singleflight)
+            else:
+                self.attach = AttachScheduler(stock, kv_cache_manager, self.singleflight)
+            self.mode = mode
             stats = self.attach.table.stats
             self._deltas = metrics.Deltas(lambda: metrics.flat(stats))
         return reason

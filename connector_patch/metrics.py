@@ -33,6 +33,7 @@ FLIGHTS: Final = {
     "failed": "failed",
     "orphaned": "orphaned",
     "overdue": "overdue",
+    "overtook": "overtook",
     "discarded": "discarded",
     "unregistered": "unregistered",
     "stale_reports": "stale_report",

@@ -20,7 +20,7 @@ class State(Enum):
     ORPHANED = "orphaned"
     """The leader is gone, the load still runs; others may attach."""
     OVERDUE = "overdue"
-    """The load still runs but a follower's deadline has passed: nobody may attach any more."""
+    """The load still runs but has outlived the budget of its size: nobody may attach any more."""
     DISCARDED = "discarded"
     """The load still runs but the cache was reset: nobody may attach, and it is never published."""
     LANDED = "landed"
@@ -83,12 +83,15 @@ class Flight:
         destination: what the driver keeps for each hash (GPU blocks in vLLM); length n, opaque here.
         miss: the block hash after the run which the leader's lookup did not find, if it is known.
         started: when the flight was registered, seconds on the driver's monotonic clock.
+        beside: flights that were in the air at that moment.
+        whole: each of its hashes, which differ, has pointed at it since: no other flight loads one of them.
         state: see `State`.
         followers: requests that wait for this flight, in order of arrival.
         fan_in: members so far, leader included; never decreases.
     """
 
     __slots__ = (
+        "beside",
         "destination",
         "fan_in",
         "followers",
@@ -98,6 +101,7 @@ class Flight:
         "miss",
         "started",
         "state",
+        "whole",
     )
 
     def __init__(
@@ -108,6 +112,7 @@ class Flight:
         destination: Sequence[Any],
         started: float,
         miss: Hashable | None = None,
+        beside: int = 0,
     ) -> None:
         if len(hashes) != len(destination):
             raise ValueError(f"{len(hashes)} hashes but {len(destination)} destinations")
@@ -119,6 +124,8 @@ class Flight:
         self.destination = tuple(destination)
         self.started = started
         self.miss = miss
+        self.beside = beside
+        self.whole = True
         self.state = State.LOADING
         self.followers: dict[Hashable, None] = {}
         self.fan_in = 1

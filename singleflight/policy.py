@@ -34,6 +34,11 @@ class Policy:
     """Pending blocks in the table; at the bound new flights are not registered and load as in stock
     vLLM (hazard J2). 262,144 blocks are 4 M tokens at 16 tokens a block, under 100 MB of table."""
 
+    join_patience: float = 1.0
+    """A request waits for others' flights only if they are expected to land within so many times what its own
+    load would take; while too little is known it waits. 1: waiting must not lose. What is spared by waiting
+    (a Get, GPU blocks) may be worth more than that to you. 0: always wait."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -45,7 +50,8 @@ class Policy:
                 and (value > 0 if field.name in ("deadline_base_s", "max_blocks") else value >= 0)
             )
             if not ok:
-                kind = "a whole number" if whole else "a number of seconds"
+                kind = "a whole number" if whole else "a number"
+                kind += " of seconds" if field.name.endswith("_s") else ""
                 bound = "> 0" if field.name in ("deadline_base_s", "max_blocks") else ">= 0"
                 raise ValueError(f"{field.name}: {value!r} is not accepted; give {kind} {bound}")
 

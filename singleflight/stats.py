@@ -40,6 +40,8 @@ class Stats:
     failed: int = 0
     orphaned: int = 0
     overdue: int = 0
+    overtook: int = 0
+    """Flights that took blocks over from one that is expected to land later."""
     discarded: int = 0
     attached: int = 0
     blocks_led: int = 0

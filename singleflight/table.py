@@ -12,8 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import ne
 from typing import Any, NamedTuple
 
+from .estimate import Forecast
 from .flight import Event, Flight, State
 from .policy import Policy
 from .stats import Outcome, Reason, Stats
@@ -63,15 +66,16 @@ class _Member:
 class PendingBlockTable:
     """hash -> (flight, index), the flights, and their followers."""
 
-    def __init__(self, policy: Policy | None = None) -> None:
+    def __init__(self, policy: Policy | None = None, forecast: Forecast | None = None) -> None:
         self.policy = policy or Policy()
+        self.forecast = forecast or Forecast()
         self.stats = Stats()
         self._pending: dict[Hashable, tuple[Flight, int]] = {}
         self._flights: dict[int, Flight] = {}
         self._leads: dict[Hashable, Flight] = {}
         self._members: dict[Hashable, _Member] = {}
         self._slowest_s = 0.0  # the longest load lately, forgotten a little with every shorter one
-        self._next_deadline = math.inf  # never later than the earliest deadline of a waiting member
+        self._next_deadline = math.inf  # no later than that of any waiting member or joinable flight
         self._generation = 0
 
     # -- questions; they change nothing and may be asked any number of times ---------------------------
@@ -93,17 +97,33 @@ class PendingBlockTable:
         i = start
         while i < stop and (found := self._pending.get(hashes[i])) is not None:
             flight, first = found
-            count = 1
-            while i + count < stop and self._pending.get(hashes[i + count]) == (flight, first + count):
-                count += 1
-            segments.append(Segment(flight, first, count))
-            i += count
+            length = 1
+            if flight.whole:  # then to compare hashes is enough, which tuples do at once
+                theirs = flight.hashes[first : first + stop - i]
+                mine = tuple(hashes[i : i + len(theirs)])
+                length = len(mine)
+                if theirs != mine:
+                    length = next(compress(count(), map(ne, theirs, mine)), length)
+            else:
+                while i + length < stop and self._pending.get(hashes[i + length]) == (flight, first + length):
+                    length += 1
+            segments.append(Segment(flight, first, length))
+            i += length
         return segments
 
     def may_join(self, request: Hashable, now: float) -> bool:
         """False once the request has used up its hand-overs or its deadline: it goes alone."""
         member = self._members.get(request)
         return member is None or (member.handovers <= self.policy.max_handovers and now < member.deadline)
+
+    def worth_joining(self, segments: Sequence[Segment], blocks: int, now: float, then: int = 0) -> bool:
+        """Whether waiting should take no longer than loading all `blocks` blocks alone (`Forecast`).
+
+        `then` is for a driver whose followers load the rest of their blocks only after the wait: so many.
+        """
+        flights = [segment.flight for segment in segments]
+        air, patience = len(self._flights), self.policy.join_patience
+        return self.forecast.worth_joining(flights, blocks, air, patience, now, then)
 
     def budget_s(self, blocks: int) -> float:
         """Seconds from attach to ready for flights of `blocks` blocks together: the policy's, or more where
@@ -129,14 +149,16 @@ class PendingBlockTable:
     ) -> Flight | None:
         """Register the load that `request` has just been given destinations for.
 
-        Hashes that are already pending stay with their flight. Returns None where the flight is not
+        Hashes that are already pending stay with their flight, unless that one is expected to land later:
+        then whoever comes next joins this one. Returns None where the flight is not
         registered (table full, or the request goes alone): the load then runs as in stock vLLM.
         Raises ValueError, and changes nothing, if the request already leads, if the lengths differ, or if
         there is nothing to lead.
         """
         if request in self._leads:
             raise ValueError(f"{request!r} already leads {self._leads[request]!r}")
-        flight = Flight(self._generation + 1, request, hashes, destination, now, miss)
+        beside = len(self._flights)
+        flight = Flight(self._generation + 1, request, hashes, destination, now, miss, beside)
         if not self.may_join(request, now):
             self.stats.alone += 1
             return None
@@ -146,8 +168,8 @@ class PendingBlockTable:
         self._generation = flight.generation
         self._flights[flight.generation] = flight
         self._leads[request] = flight
-        for index, block_hash in enumerate(flight.hashes):
-            self._pending.setdefault(block_hash, (flight, index))
+        self._next_deadline = min(self._next_deadline, self._outlived_at(flight))
+        self._list(flight, now)
         self.stats.flights += 1
         self.stats.blocks_led += len(flight.hashes)
         return flight
@@ -214,13 +236,15 @@ class PendingBlockTable:
     def land(self, generation: int, now: float | None = None) -> list[Effect]:
         """The load of this flight is complete: publish it, and release followers it was the last for.
 
-        A flight that a reset has discarded is not published. With `now`, deadlines learn how long it took.
+        A flight that a reset has discarded is not published. With `now`, it is learned how long it took.
         """
         flight = self._end(generation)
         if flight is None:
             return []
         if now is not None:
-            self._slowest_s = max(now - flight.started, self._slowest_s * FORGETTING)
+            took = now - flight.started
+            self._slowest_s = max(took, self._slowest_s * FORGETTING)
+            self.forecast.landed(flight, took)
         effects: list[Effect] = [] if flight.state is State.DISCARDED else [Publish(flight)]
         flight.apply(Event.LAND)
         self.stats.landed += 1
@@ -253,14 +277,17 @@ class PendingBlockTable:
         """
         if now < self._next_deadline:
             return []
-        effects: list[Left] = []
+        for flight in self._flights.values():
+            self._judge(flight, now)
         waiting = [(request, member) for request, member in self._members.items() if member.waits_for]
-        for request, member in waiting:
-            if member.deadline <= now:
-                for flight in member.waits_for.values():
-                    self._judge(flight, now)
-                effects.append(self._release(request, Outcome.FELL_BACK, Reason.DEADLINE))
-        self._next_deadline = min((m.deadline for _, m in waiting if m.waits_for), default=math.inf)
+        effects = [
+            self._release(request, Outcome.FELL_BACK, Reason.DEADLINE)
+            for request, member in waiting
+            if member.deadline <= now
+        ]
+        deadlines = [member.deadline for _, member in waiting if member.waits_for]
+        deadlines += [self._outlived_at(flight) for flight in self._flights.values() if flight.joinable]
+        self._next_deadline = min(deadlines, default=math.inf)
         return effects
 
     def expire_one(self, request: Hashable, now: float) -> list[Left]:
@@ -299,13 +326,33 @@ class PendingBlockTable:
         self.stats.fan_in[flight.fan_in] += 1
         return flight
 
+    def _outlived_at(self, flight: Flight) -> float:
+        return flight.started + self.budget_s(len(flight.hashes))
+
     def _judge(self, flight: Flight, now: float) -> None:
-        """A flight that a follower gave up is overdue once it has run for the budget of its own size: a
-        follower in a hurry, or with little time left after a hand-over, does not speak for all (J2)."""
-        if flight.joinable and flight.started + self.budget_s(len(flight.hashes)) <= now:
+        """A flight is overdue once it has run for the budget of its own size: a follower in a hurry, or with
+        little time left after a hand-over, does not speak for all (J2)."""
+        if flight.joinable and self._outlived_at(flight) <= now:
             self.stats.overdue += 1
             self._unlist(flight)
             flight.apply(Event.OVERDUE)
+
+    def _list(self, flight: Flight, now: float) -> None:
+        """Point each hash at the flight, unless another one loads it that should land no later."""
+        expected = self.forecast.remaining_s(flight, now)
+        later: dict[Flight, bool] = {flight: False}
+        for index, block_hash in enumerate(flight.hashes):
+            holder, place = self._pending.setdefault(block_hash, (flight, index))
+            if holder is flight and place == index:
+                continue
+            if holder not in later:
+                later[holder] = self.forecast.remaining_s(holder, now) > expected
+                self.stats.overtook += later[holder]
+            if later[holder]:
+                self._pending[block_hash] = (flight, index)
+                holder.whole = False
+            else:
+                flight.whole = False
 
     def _unlist(self, flight: Flight) -> None:
         for index, block_hash in enumerate(flight.hashes):

@@ -96,7 +96,8 @@ def guard(engine: Engine) -> Iterator[Guard]:
     """Watch what lands and what is given to somebody else; at the end, check all that is visible."""
     pool, attach = engine.scheduler.kv_cache_manager.block_pool, engine.connector.attach
     watching = Guard(engine)
-    land, take = attach._land, pool.get_new_blocks
+    take = pool.get_new_blocks
+    land = getattr(attach, "_land", None)  # park mode publishes nothing itself: there all must be close
 
     def landed(leader: Any) -> Any:
         flight = attach.table._flights.get(leader.generation)
@@ -110,9 +111,13 @@ def guard(engine: Engine) -> Iterator[Guard]:
         watching.loaded.difference_update(block.block_id for block in blocks)
         return blocks
 
-    attach._land, pool.get_new_blocks = landed, given
+    pool.get_new_blocks = given
+    if land is not None:
+        attach._land = landed
     try:
         yield watching
         watching.check()
     finally:
-        del attach._land, pool.get_new_blocks
+        del pool.get_new_blocks
+        if land is not None:
+            del attach._land

@@ -42,7 +42,7 @@ ABORTED = 0.08
 FAILING, HANGING, SLOW = 0.08, 0.04, 0.3
 """Shares of all Gets."""
 STUCK_S = 60.0
-POLICY = {"mode": "attach", "deadline_base_s": 0.4, "deadline_per_block_s": 0.002}
+POLICY = {"deadline_base_s": 0.4, "deadline_per_block_s": 0.002}
 
 
 @dataclass
@@ -246,10 +246,8 @@ class Soak:
 
 def left_over(engine: Engine, baseline: int) -> int:
     """Blocks and records that should have gone with their requests."""
-    attach = engine.connector.attach
-    table = attach.table
-    records = (table._pending, table._flights, table._leads, table._members)
-    records += (attach._plans, attach._pending, attach._to_acknowledge, attach._no_load, attach._restarting)
+    layer = engine.connector.attach
+    records = [v for part in (layer, layer.table) for v in vars(part).values() if isinstance(v, dict | set)]
     return abs(baseline - engine.free_blocks()) + sum(map(len, records))
 
 
@@ -263,7 +261,7 @@ def count_preemptions(engine: Engine, totals: Totals) -> None:
     engine.scheduler._preempt_request = preempt
 
 
-def soak(totals: Totals, console: Console) -> None:
+def soak(totals: Totals, console: Console, mode: str) -> None:
     prompts = make_prompts(random.Random(totals.seed))
     with Stack() as stack:
         os.environ.update(
@@ -286,7 +284,7 @@ def soak(totals: Totals, console: Console) -> None:
         engine = Engine(
             str(stack.model),
             NAME,
-            {"singleflight": POLICY},
+            {"singleflight": {"mode": mode, **POLICY}},
             num_gpu_blocks_override=POOL,
             kv_transfer={"kv_connector_module_path": "connector_patch.connector"},
         )
@@ -327,9 +325,10 @@ def main() -> int:
     )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=("attach", "park"), default="attach")
     given = parser.parse_args()
     totals = Totals(given.requests, given.seed)
-    soak(totals, Console(stderr=True))
+    soak(totals, Console(stderr=True), given.mode)
     print(json.dumps(asdict(totals)))
     return int(totals.bad)
 

@@ -57,6 +57,7 @@ FAULTS: dict[str, Callable[[], Fault]] = {
     "short read": short_read,
     "rubbish": lambda: rubbish(),
 }
+
 arrive = st.tuples(st.just("arrive"), st.sampled_from(sorted(NAMES)), st.integers(1, 3), st.integers(1, 4))
 events = st.one_of(
     arrive,
@@ -152,12 +153,10 @@ class Run:
             fault.release.set()
         self.pool.free_blocks(self.held)
         self.held = []
-        # Seconds, not steps: an idle step is over long before a Get on a busy machine.
-        limit = time.monotonic() + STUCK_S
+        limit = time.monotonic() + STUCK_S  # not so many steps: on a busy machine a Get outlasts thousands
         while self.live:
             self.step(1)
-            stuck = f"stuck: {self.live} {self.engine.connector.attach.table!r}"
-            assert time.monotonic() < limit, stuck
+            assert time.monotonic() < limit, f"stuck: {self.live} {self.engine.connector.attach.table!r}"
 
 
 @settings(

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from singleflight.estimate import Forecast, LoadTimes
 from singleflight.flight import Flight
 from singleflight.policy import Policy
 from singleflight.stats import Outcome, Reason
@@ -29,6 +30,15 @@ prompts = st.one_of(
 )
 picks = st.integers(0, 11)
 
+LANES = 3
+
+
+class Known(LoadTimes):
+    """Nothing to learn: a block takes a second."""
+
+    def seconds(self, blocks: float) -> float:
+        return float(blocks)
+
 
 @dataclass
 class Load:
@@ -41,6 +51,7 @@ class Load:
     fan_in: int = 1
     joinable: bool = True
     discarded: bool = False
+    expected: int = 0  # when it should land
 
 
 @dataclass
@@ -55,7 +66,8 @@ class Waiter:
 class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table = PendingBlockTable(POLICY)
+        self.table = PendingBlockTable(POLICY, Forecast(LANES))
+        self.table.forecast.times = Known()
         self.clock = 0
         self.air: dict[int, Load] = {}
         self.ended: list[Flight] = []
@@ -138,10 +150,19 @@ class TableMachine(RuleBasedStateMachine):
             assert flight.generation not in [f.generation for f in self.ended]
             assert (flight.leader, flight.miss, flight.started) == (request, miss, self.clock)
             assert flight.destination == tuple(destination)
+            expected = self.clock + len(hashes) * (1 + len(self.air))
+            overtaken = set()
             for index, block in enumerate(hashes):
-                if block not in self.pending:
-                    self.pending[block] = (flight.generation, index)
-            self.air[flight.generation] = Load(flight, request, hashes, self.clock)
+                if block in self.pending and self.pending[block][0] != flight.generation:
+                    holder = self.pending[block][0]
+                    if max(self.air[holder].expected, self.clock) <= expected:
+                        continue
+                    overtaken.add(holder)
+                elif block in self.pending:
+                    continue
+                self.pending[block] = (flight.generation, index)
+            self.air[flight.generation] = Load(flight, request, hashes, self.clock, expected=expected)
+            self.count["overtook"] += len(overtaken)
             self.count["flights"] += 1
             self.count["blocks_led"] += len(hashes)
 
@@ -163,7 +184,8 @@ class TableMachine(RuleBasedStateMachine):
     def attach(self, request: str, prompt: list[int], start: int, stop: int) -> None:
         self._run_and_attach(request, prompt, start, min(stop or len(prompt), len(prompt)))
 
-    def _run_and_attach(self, request: str, prompt: list[int], start: int, stop: int) -> int:
+    def _run(self, prompt: list[int], start: int, stop: int) -> tuple[list[Segment], int]:
+        """The pending run, and its length in blocks."""
         segments = self.table.run(prompt, start, stop)
         expected: list[tuple[int, int]] = []
         for block in prompt[start:stop]:
@@ -173,8 +195,20 @@ class TableMachine(RuleBasedStateMachine):
         assert [(s.flight.generation, s.start + i) for s in segments for i in range(s.length)] == expected
         for a, b in pairwise(segments):
             assert (a.flight, a.start + a.length) != (b.flight, b.start), "segments are as long as can be"
+        return segments, len(expected)
+
+    def _run_and_attach(self, request: str, prompt: list[int], start: int, stop: int) -> int:
+        segments, expected = self._run(prompt, start, stop)
+        if segments:
+            self._waiting_pays_where_it_is_not_longer(segments, expected)
         self._attach(request, segments)
-        return len(expected)
+        return expected
+
+    def _waiting_pays_where_it_is_not_longer(self, segments: list[Segment], blocks: int) -> None:
+        wait = max(self.air[s.flight.generation].expected - self.clock for s in segments)
+        alone = blocks * (len(self.air) + 1)
+        pays = len(self.air) >= LANES or max(wait, 0) <= alone
+        assert self.table.worth_joining(segments, blocks, self.clock) == pays
 
     @rule(request=requests, pick=picks)
     def attach_to_something_seen_earlier(self, request: str, pick: int) -> None:
@@ -263,17 +297,16 @@ class TableMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 5))
     def expire(self, seconds: int) -> None:
         self.clock += seconds
-        expected = []
-        for request, waiter in self.waiters.items():
-            if waiter.waits and waiter.deadline <= self.clock:
-                for generation in waiter.waits:
-                    load = self.air[generation]
-                    own_budget = POLICY.budget_s(len(load.hashes))
-                    if load.joinable and load.started + own_budget <= self.clock:
-                        load.joinable = False
-                        self.unlist(generation)
-                        self.count["overdue"] += 1
-                expected.append(self.falls_back(request, Reason.DEADLINE))
+        for generation, load in self.air.items():
+            if load.joinable and load.started + POLICY.budget_s(len(load.hashes)) <= self.clock:
+                load.joinable = False
+                self.unlist(generation)
+                self.count["overdue"] += 1
+        expected = [
+            self.falls_back(request, Reason.DEADLINE)
+            for request, waiter in self.waiters.items()
+            if waiter.waits and waiter.deadline <= self.clock
+        ]
         self.check(self.table.expire(self.clock), expected)
 
     @precondition(lambda self: self.air)
@@ -303,6 +336,7 @@ class TableMachine(RuleBasedStateMachine):
             assert (flight.generation, index) == self.pending[block]
             assert flight.joinable
             assert flight.hashes[index] == block
+            self._run(list(range(12)), block, 12)
 
     @invariant()
     def flights_and_followers_are_the_models(self) -> None:

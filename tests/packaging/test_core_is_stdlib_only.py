@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CORE = ["singleflight.flight", "singleflight.policy", "singleflight.stats", "singleflight.table"]
+CORE = [f"singleflight.{name}" for name in ("estimate", "flight", "policy", "stats", "table")]
 
 IMPURE = {
     "_thread",

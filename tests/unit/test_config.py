@@ -44,13 +44,14 @@ def test_every_key_can_be_given() -> None:
         (
             {"mode": "atach"},
             "kv_connector_extra_config.singleflight.mode: 'atach' is not accepted;"
-            " give one of auto, off, attach, shadow",
+            " give one of auto, off, attach, park, shadow",
         ),
         (
             {"mdoe": "attach"},
             "kv_connector_extra_config.singleflight.mdoe: unknown key; accepted are mode, gate, max_age_days,"
             " record, on_deadline,"
-            " deadline_base_s, deadline_per_block_s, deadline_learned_factor, max_handovers, max_blocks",
+            " deadline_base_s, deadline_per_block_s, deadline_learned_factor, max_handovers, max_blocks,"
+            " join_patience",
         ),
         (
             {"mode": "attach", "deadline_base_s": "10"},
@@ -96,7 +97,7 @@ def test_every_key_can_be_given() -> None:
         (
             {"mode": ["attach"]},
             "kv_connector_extra_config.singleflight.mode: ['attach'] is not accepted;"
-            " give one of auto, off, attach, shadow",
+            " give one of auto, off, attach, park, shadow",
         ),
     ],
 )

@@ -1,0 +1,33 @@
+"""`mode: park` from the configuration to the tokens; its faults are in tests/faults/test_park.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from singleflight.arms import OURS, arm
+from tests.support import blocks, expect_equal, salts
+
+if TYPE_CHECKING:
+    from singleflight.arms import Arm
+    from singleflight.embedded import Stack
+
+pytestmark = pytest.mark.engine
+
+
+def test_eight_requests_for_one_cold_prefix_load_it_once(stack: Stack, reference: Arm) -> None:
+    """In a process of its own, with the one receive thread that is vLLM's default. The link is so slow that
+    all have been through the scheduler before the first Get ends."""
+    trunk = blocks(1, 2, 3, 4, salt=next(salts))
+    prompts = {f"parked-{i}": [*trunk, *[7 + i] * 4] for i in range(8)}
+    with arm(stack, OURS, {"singleflight": {"mode": "park"}}) as park:
+        park.answer()
+        park.ask("burst", prompts={"fill": [*trunk, 3]})
+        park.ask("cold")
+        answer = park.ask("burst", prompts=prompts, bytes_per_s=5e5)
+        park.ask("cold")  # raises where a request is stuck or a block is lost
+    counts = answer["counts"]
+    assert counts["lookups"] == counts["queue_entries"] == counts["gets"] == 1
+    assert counts["keys"] == counts["gpu_blocks"] == 4
+    expect_equal(reference, prompts, answer["tokens"])
