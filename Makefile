@@ -3,6 +3,7 @@
 #   make demo                       the main job on a real stack, CPU
 #   make demo CONNECTOR_EXTRA=gpu   the same with vllm and mooncake-transfer-engine
 #   make test                       every test
+#   make loop                       record a live engine, gate the recording, restart with `auto`
 #   make faults                     the failure-injection suite alone
 #   make lint                       ruff, mypy, import-linter
 #   make clean                      removes .venv and what the commands wrote
@@ -14,23 +15,23 @@ BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.installed-demo-$(CONNECTOR_EXTRA)
 TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 
-# The part of the fault suite that `make test` runs. The rest (deadlines, pressure, ranks, real processes,
-# resets, soak) was green where it was written, but has not yet run to its end as one on the merged tree:
-# `make faults` runs all of it, and it joins this list once it has.
-SETTLED_FAULTS := $(addprefix tests/faults/test_,leader_fails.py broken_keys.py cancellation.py checksums.py park.py)
-
-.PHONY: demo test faults lint clean
+.PHONY: demo test loop faults lint clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
 	$(BIN)/singleflight demo --out demo-out
 
-# Two processes: where numba is loaded, vLLM 0.32's CPU engine does not start (it scans all modules and trips
-# over llvmlite), and engine tests run in the test process.
+# More than one process: where numba is loaded, vLLM 0.32's CPU engine does not start (it scans all modules and
+# trips over llvmlite), and engine tests run in the test process. The fault suite is a third, with an engine of
+# its own.
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest tests/sim tests/traces $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --ignore=tests/sim --ignore=tests/traces --ignore=tests/faults $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(SETTLED_FAULTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/sim tests/traces tests/gate $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sim --ignore=tests/traces --ignore=tests/gate --ignore=tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+
+# Takes numba and matplotlib, so what the tests take.
+loop: $(TEST_STAMP)
+	$(BIN)/python -m singleflight.loop --out loop-out
 
 faults: $(TEST_STAMP)
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
@@ -50,4 +51,4 @@ $(TEST_STAMP): pyproject.toml .ci/setup
 	@touch $@ $(DEMO_STAMP)
 
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) demo-out loop-out

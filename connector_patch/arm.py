@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from . import compat
+from .engine import first
 
 
 class Arm:
@@ -22,7 +23,7 @@ class Arm:
     def __init__(
         self, model: str, connector: str | None, extra: dict[str, Any], passing_through: bool = False
     ) -> None:
-        from .engine import Engine, first
+        from .engine import Engine
         from .plugin import NAME
 
         if connector == NAME and (reason := compat.missing_feature()):
@@ -31,6 +32,10 @@ class Arm:
         reason = getattr(first(self.engine.connector), "passes_through", None)
         if (reason is not None) is not passing_through:
             raise RuntimeError(reason or "it does not pass through")
+
+    def mode(self) -> dict[str, Any]:
+        """What our connector came to at start-up."""
+        return {"mode": first(self.engine.connector).mode.value}
 
     def cold(self) -> dict[str, Any]:
         self.engine.cold()

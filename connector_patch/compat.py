@@ -114,3 +114,22 @@ def unsupported_manager(manager: KVCacheManager, connector_scheduler: Any) -> st
     ):
         return "block hashes are finer than blocks (partial-hash hits)"
     return None
+
+
+def unwatchable(connector_scheduler: Any) -> str | None:
+    """Why shadow mode cannot see loads of whole blocks begin and end; None if it can."""
+    if not connector_scheduler.load_async:
+        return "load_async is false, and synchronous loads are not reported"
+    if (
+        connector_scheduler._block_size != connector_scheduler._hash_block_size
+        or connector_scheduler.enable_partial_hash_hits
+    ):
+        return "block hashes are finer than blocks (partial-hash hits)"
+    return None
+
+
+def bytes_per_block(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one KV block, all layers and all ranks."""
+    groups = kv_cache_config.kv_cache_groups
+    one_rank = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups)
+    return int(one_rank) * vllm_config.parallel_config.world_size

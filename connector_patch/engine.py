@@ -19,6 +19,7 @@ BLOCK_SIZE = 32
 """Tokens a block; vLLM on CPU wants a multiple of 32."""
 IDLE_S = 60.0
 """How long draining may take before it counts as stuck."""
+_closed: list[Any] = []
 
 
 @dataclass
@@ -158,4 +159,8 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def close(self) -> None:
+        """End the engine; what it has of vLLM's connector stays in memory until the process ends."""
+        # Nobody in vLLM closes the sockets of the lookup server and client, and a zmq context that is
+        # collected waits for them for ever: a later garbage collection would hang the process.
+        _closed.append((self.connector, getattr(self, "worker_connector", None)))
         self.llm.engine_core.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
@@ -15,16 +16,19 @@ from .embedded import EmbeddedError, Stack, spawned, tail
 
 STOCK = "MooncakeStoreConnector"
 OURS = "SingleFlightMooncakeStoreConnector"
+END_S = 10.0
+_started = itertools.count()
+"""One log for each engine."""
 
 
 class Arm:
-    """The near end of one engine process (`connector_patch.arm`)."""
+    """The near end of one engine process (`connector_patch.arm`); `log` is what that says."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], wire: TextIO, log: Path) -> None:
         self.name = name
         self._process = process
         self._wire = wire
-        self._log = log
+        self.log = log
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Send one command and wait for its answer. EmbeddedError if the process fails at it."""
@@ -39,7 +43,7 @@ class Arm:
         line = self._wire.readline()
         if not line:
             self._process.wait(10)
-            raise EmbeddedError(f"the engine with {self.name} ended; it said: {tail(self._log)}")
+            raise EmbeddedError(f"the engine with {self.name} ended; it said: {tail(self.log)}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise EmbeddedError(f"the engine with {self.name} failed: {answer['error']}")
@@ -48,7 +52,11 @@ class Arm:
 
 @contextlib.contextmanager
 def arm(
-    stack: Stack, connector: str, extra: Mapping[str, Any] | None = None, passing_through: bool = False
+    stack: Stack,
+    connector: str,
+    extra: Mapping[str, Any] | None = None,
+    passing_through: bool = False,
+    log_level: str = "ERROR",
 ) -> Iterator[Arm]:
     """Start an engine with this connector ("none": without one) and `kv_connector_extra_config`.
 
@@ -56,15 +64,18 @@ def arm(
     pass through to stock behaviour fails to start if it does not, and the other way round.
     """
     near, far = socket.socketpair()
-    log = stack.folder / f"engine-{connector}-{far.fileno()}.log"
+    log = stack.folder / f"engine-{next(_started)}-{connector}.log"
     argv = [sys.executable, "-m", "connector_patch.arm", "--fd", str(far.fileno())]
     argv += ["--model", str(stack.model), "--connector", connector, "--extra", json.dumps(extra or {})]
     argv += ["--passing-through"] if passing_through else []
-    env = stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    env = stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=log_level)
     with near, spawned(argv, env=env, log=log, pass_fds=(far.fileno(),)) as process:
         far.close()
         with near.makefile("rw") as wire:
             yield Arm(connector, process, wire, log)
+            near.shutdown(socket.SHUT_RDWR)  # it ends by itself, and with it what it records
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
 
 
 @contextlib.contextmanager

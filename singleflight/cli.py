@@ -12,6 +12,7 @@ from rich.table import Table
 from . import console, demo, doctor, probe
 from .arms import OURS, STOCK
 from .embedded import EmbeddedError, Ports, Stack
+from .gate_commands import register as register_gate_commands
 from .sim.commands import register as register_sim_commands
 from .tiny_model import ModelError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 
 register_sim_commands(app)
+register_gate_commands(app)
 
 Result = TypeVar("Result")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]

@@ -22,6 +22,20 @@ salts = itertools.count(3)
 """One for each test, so that none meets another's blocks in the store."""
 
 
+class Clock:
+    """Monotonic seconds that move when told to: the first step that needs a torch.compile kernel takes longer
+    on a fresh machine than any deadline."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def blocks(*names: int, salt: int) -> list[int]:
     """Whole blocks of tokens, told apart by name and salt."""
     return [3 + (37 * name + 911 * salt + 13 * i) % 2040 for name in names for i in range(BLOCK)]
@@ -67,11 +81,14 @@ def expect_equal(reference: Arm, prompts: Mapping[str, Sequence[int]], tokens: d
 
 @contextlib.contextmanager
 def quiescent(engine: Engine) -> Iterator[Engine]:
-    """The engine, cold before the block; after it, nothing may be left of what happened in it."""
+    """The engine, cold before the block; after it, nothing may be left of what happened in it.
+
+    Inside, the adapter's clock stands still until the test moves it.
+    """
     engine.cold()
-    engine.connector.attach.table.forecast.times = (
-        LoadTimes()
-    )  # what other tests' loads took says nothing here
+    engine.connector.attach._clock = Clock()
+    # What other tests' loads took says nothing here.
+    engine.connector.attach.table.forecast.times = LoadTimes()
     baseline = engine.free_blocks()
     engine.recorder.take()
     yield engine

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -114,8 +115,16 @@ def options_of(form: str, unit: str | None, block_size: int | None, skip_bad: in
 
 
 def open_trace(path: str, options: Options) -> TraceReader:
+    """The reader of a trace; if the connector recorded it, its header says the block size."""
+    from singleflight import recording
     from singleflight.traces.reader import TraceReader
 
+    try:
+        if (header := recording.header_of(path)) is not None:
+            size = options.block_size or header.block_size_tokens
+            options = replace(options, block_size=size, recording=True)
+    except recording.HeaderError as fault:
+        stop(str(fault))
     try:
         return TraceReader(path, options)
     except ValueError as fault:

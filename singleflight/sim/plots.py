@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -183,3 +183,41 @@ def reuse_gaps(path: Path, name: str, gaps: NDArray[np.int64], lookups: int, win
         color="#444444",
     )
     figure.savefig(path)
+
+
+def balance(
+    target: IO[bytes],
+    title: str,
+    windows_s: Sequence[float],
+    bands: Mapping[str, Sequence[tuple[float, float]]],
+    stated_s: float,
+    sensitivity: tuple[float, float],
+) -> None:
+    """Saving and cost against the window, log-log, with the stated window marked, as PNG.
+
+    Args:
+        windows_s: (n,) W, s. bands: label -> n pairs (lowest, highest), request-seconds a second.
+        stated_s: the stated window, s; sensitivity: the range simulated around it, as factors.
+
+    Raises:
+        OSError: `target` cannot be written.
+    """
+    figure, axes = _axes(title, "load window W (how long a load takes)", "request-seconds a second")
+    seen = [high for band in bands.values() for _, high in band if high > 0]
+    top = max(seen, default=1.0)
+    floor = 10.0 ** np.floor(np.log10(max(min(seen, default=1e-6), top * 1e-9)))
+    for colour, (label, band) in zip(COLOURS, bands.items(), strict=False):
+        low, high = np.array(band).T
+        axes.fill_between(windows_s, low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(windows_s, high, color=colour, linewidth=1.4, label=label)
+    axes.axvspan(stated_s * sensitivity[0], stated_s * sensitivity[1], color="#999999", alpha=0.2)
+    axes.axvline(stated_s, color="#444444", linewidth=1.0, label="stated window, halved and doubled")
+    axes.set_xscale("log")
+    ticks = (0.001, 0.01, 0.1, 1, 10, 60, 600, 3600)
+    axes.set_xticks(ticks, [window_label(round(1000 * tick)) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(min(*windows_s, stated_s / 4), max(*windows_s, stated_s * 4))
+    axes.set_yscale("symlog", linthresh=floor, linscale=1)
+    axes.set_ylim(bottom=0, top=top * 3)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    figure.savefig(target, format="png")

@@ -37,6 +37,8 @@ class Options:
         skip_bad: this many bad lines are left out and reported; one more is an error.
         sort: sort by timestamp, stably, instead of calling a row that goes back in time bad. Holds the
             trace in memory.
+        recording: rows as the connector's recorder wrote them, when requests finished: sorted without a
+            word, and a last row that a crash has cut off is left out with one.
     """
 
     format: str = "auto"
@@ -44,6 +46,7 @@ class Options:
     block_size: int | None = None
     skip_bad: int = 0
     sort: bool = False
+    recording: bool = False
 
 
 class TraceReader:
@@ -91,7 +94,7 @@ class TraceReader:
         return self.options.block_size or (self.form.block_size if self.form else None)
 
     def __iter__(self) -> Iterator[Request]:
-        rows = self._sorted() if self.options.sort else self._in_order()
+        rows = self._sorted() if self.options.sort or self.options.recording else self._in_order()
         for request in rows:
             if not self.requests:
                 self.first_ms = request.timestamp_ms
@@ -105,7 +108,7 @@ class TraceReader:
     def _sorted(self) -> Iterator[Request]:
         rows = [request for _, request in self._parsed()]
         in_order = sorted(rows, key=lambda request: request.timestamp_ms)
-        if in_order != rows:
+        if in_order != rows and not self.options.recording:
             self.notices.append(f"{self.path}: rows were not in timestamp order; sorted, ties in file order")
         yield from in_order
 
@@ -130,6 +133,11 @@ class TraceReader:
                 try:
                     request = self._parse(line, raw)
                 except BadLine as fault:
+                    if self.options.recording and source.cut_off:
+                        self.notices.append(
+                            f"{self.path}:{line}: left out: the recording ends within this row"
+                        )
+                        continue
                     self._bad(line, fault)
                 else:
                     yield line, request
@@ -182,7 +190,7 @@ class TraceReader:
             "format": self.form.name if self.form else None,
             "unit": self.unit,
             "block_size": self.block_size,
-            "sorted": self.options.sort,
+            "sorted": self.options.sort or self.options.recording,
             "requests": self.requests,
             "first_ms": self.first_ms,
             "last_ms": self.last_ms,

@@ -108,6 +108,8 @@ class Source:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.cut_off = False
+        """The line yielded last had no newline."""
         try:
             if path != "-" and Path(path).is_dir():
                 raise TraceError(path, None, "is a directory", "a trace file")
@@ -151,7 +153,8 @@ class Source:
                 if line.endswith(b"\n"):
                     yield number, line[:-1]
                 elif len(line) <= MAX_LINE:
-                    yield number, line  # the last one, without a newline
+                    self.cut_off = True
+                    yield number, line
                 else:
                     while (rest := stream.readline(2**16)) and not rest.endswith(b"\n"):
                         pass

@@ -150,11 +150,15 @@ def test_children_of_one_prompt_share_one_lookup_and_one_get(
 def test_a_prompt_of_whole_blocks_still_computes_its_last_token(
     engine: Engine, reference: Arm, salt: int
 ) -> None:
-    """Hazard H10: every block of the prompt is pending; the last one is not adopted."""
+    """Hazard H10: every block of the prompt is pending; the last one is not adopted, for computing the last
+    token writes to it."""
     trunk = blocks(*range(1, 5), salt=salt)
     store_prefixes(engine, trunk)
     prompts = {"leader": [*trunk, 7], "whole": trunk, "again": trunk}
+    stats = engine.connector.attach.table.stats
+    before = stats.blocks_adopted
     burst = engine.burst(prompts, barrier=True)
+    assert stats.blocks_adopted - before == 3 + 3
     assert engine.recorder.take().gets == 1
     expect_equal(reference, prompts, burst.tokens)
 

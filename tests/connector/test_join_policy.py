@@ -9,9 +9,9 @@ import pytest
 
 from singleflight.estimate import ENOUGH
 from singleflight.flight import State
-from tests.faults.cohort import Clock, Cohort
+from tests.faults.cohort import Cohort
 from tests.faults.scripted_store import hang, scripted
-from tests.support import BLOCK, blocks, quiescent, salts, store_prefixes
+from tests.support import BLOCK, Clock, blocks, quiescent, salts, store_prefixes
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
@@ -27,12 +27,10 @@ def cohort(ours: Engine) -> Iterator[Cohort]:
 
 
 @pytest.fixture
-def clock(cohort: Cohort) -> Iterator[Clock]:
+def clock(cohort: Cohort) -> Clock:
     """The adapter's clock, standing still until the test moves it."""
-    attach = cohort.engine.connector.attach
-    before, attach._clock = attach._clock, Clock()
-    yield attach._clock
-    attach._clock = before
+    moved: Clock = cohort.engine.connector.attach._clock
+    return moved
 
 
 @pytest.fixture

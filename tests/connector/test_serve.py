@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from singleflight.traces.reader import Options, read
 from tests.server import Server, serving
 from tests.support import BLOCK
 
@@ -49,3 +51,27 @@ def test_concurrent_clients_get_the_right_tokens_from_one_get(server: Server, re
     assert attached >= 1
     assert server.counter("vllm:singleflight_requests", event="ready") == attached
     assert server.counter("vllm:singleflight_blocks", role="adopted") == 64 * attached
+
+
+def test_a_server_in_shadow_mode_says_on_its_metrics_what_it_loaded_twice_and_records(
+    stack: Stack, tmp_path: Path
+) -> None:
+    """Clients need not overlap, but what is counted adds up to what the store was asked for."""
+    trace = tmp_path / "trace.jsonl"
+    prefix = [5 + (19 * i) % 2000 for i in range(64 * BLOCK)]
+    prompts = [[*prefix, *(50 + i for _ in range(8))] for i in range(8)]
+    gets = {"name": "vllm:mooncake_store_operation", "operation": "load_get"}
+    with serving(stack, {"mode": "shadow", "record": {"path": str(trace)}}) as server:
+        server.complete([*prefix, 4])
+        server.cold()
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            list(clients.map(server.complete, prompts))
+        blocks = {
+            kind: server.counter("vllm:singleflight_shadow_blocks", kind=kind)
+            for kind in ("loaded", "removable", "lost")
+        }
+        cohorts = server.counter("vllm:singleflight_shadow_cohorts")
+        assert blocks["loaded"] == 64 * server.counter(**gets) > 0
+        assert blocks["loaded"] == cohorts + blocks["removable"] + blocks["lost"]
+        assert server.counter("vllm:singleflight_shadow_bytes", kind="loaded") == 65536 * blocks["loaded"]
+    assert len(read(str(trace), Options(block_size=BLOCK, recording=True))) == 1 + len(prompts)

@@ -37,7 +37,9 @@ def test_wrong_configuration_ends_the_start_up_with_its_sentence(stack: Stack) -
         pytest.raises(EmbeddedError) as error,
     ):
         wrong.answer()
-    assert "singleflight.mode: 'atach' is not accepted; give one of off, attach, park" in str(error.value)
+    assert "singleflight.mode: 'atach' is not accepted; give one of auto, off, attach, park" in str(
+        error.value
+    )
 
 
 class TestPassThrough:

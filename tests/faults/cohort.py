@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from singleflight.table import PendingBlockTable
 
 
-class Clock:
-    """Monotonic seconds that move when told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class Cohort:
     """Requests on one engine, by the names that the test gives them."""
 

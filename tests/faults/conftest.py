@@ -14,8 +14,8 @@ import pytest
 from connector_patch.config import OnDeadline
 from singleflight.embedded import spawned, tail
 from tests.faults.checksums import Guard, guard
-from tests.faults.cohort import Clock, Cohort
-from tests.support import blocks, quiescent, salts, store_prefixes
+from tests.faults.cohort import Cohort
+from tests.support import Clock, blocks, quiescent, salts, store_prefixes
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
@@ -75,12 +75,10 @@ def cohort(engine: Engine) -> Cohort:
 
 
 @pytest.fixture
-def clock(engine: Engine) -> Iterator[Clock]:
+def clock(engine: Engine) -> Clock:
     """The adapter's clock, standing still until the test moves it."""
-    attach = engine.connector.attach
-    before, attach._clock = attach._clock, Clock()
-    yield attach._clock
-    attach._clock = before
+    moved: Clock = engine.connector.attach._clock
+    return moved
 
 
 @pytest.fixture

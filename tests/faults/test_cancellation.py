@@ -13,9 +13,9 @@ import pytest
 
 from singleflight.flight import State
 from singleflight.stats import Reason
-from tests.faults.cohort import Clock, Cohort, tailed
+from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import HANG_S, fail_keys, hang, scribble, scripted
-from tests.support import blocks, store_prefixes
+from tests.support import Clock, blocks, store_prefixes
 
 if TYPE_CHECKING:
     from singleflight.arms import Arm

@@ -153,6 +153,8 @@ def two(ours: Engine, stack: Stack, tmp_path_factory: pytest.TempPathFactory) ->
             patch.setattr(vllm.envs, name, value, raising=False)
         engine = Engine(str(stack.model), OURS, tensor_parallel_size=2)
         yield Ranks(engine, tmp_path_factory.mktemp("ranks"))
+        # Its ranks are processes of their own; the distributed state in this one is that of `ours`.
+        patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         engine.close()
 
 

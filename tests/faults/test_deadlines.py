@@ -14,9 +14,9 @@ import pytest
 
 from singleflight.flight import State
 from singleflight.stats import Reason
-from tests.faults.cohort import Clock, Cohort, tailed
+from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import HANG_S, Fault, fail_keys, hang, scribble, scripted, silent_after
-from tests.support import BLOCK, blocks, store_prefixes
+from tests.support import BLOCK, Clock, blocks, store_prefixes
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine

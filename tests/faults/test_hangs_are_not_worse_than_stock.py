@@ -13,10 +13,10 @@ import pytest
 
 from singleflight.flight import State
 from singleflight.stats import Reason
-from tests.faults.cohort import Clock, Cohort, tailed
+from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import HANG_S, hang, scripted
 from tests.faults.stock import hung_prefixes
-from tests.support import blocks, store_prefixes
+from tests.support import Clock, blocks, store_prefixes
 
 if TYPE_CHECKING:
     from singleflight.arms import Arm

@@ -9,9 +9,9 @@ import pytest
 
 from connector_patch.config import Config
 from singleflight.stats import Reason
-from tests.faults.cohort import Clock, Cohort, tailed
+from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import fail_keys, hang, scripted
-from tests.support import blocks, expect_equal, finish, quiescent, store_prefixes, until_scheduled
+from tests.support import Clock, blocks, expect_equal, finish, quiescent, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
     from connector_patch.engine import Engine

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from connector_patch import config
 from singleflight.policy import Policy
 
 
-def test_without_configuration_it_is_off() -> None:
-    assert (
-        config.parse(None)
-        == config.parse({})
-        == config.Config(config.Mode.OFF, config.OnDeadline.RECOMPUTE, Policy())
+def test_without_configuration_the_verdict_decides() -> None:
+    parsed = config.parse(None)
+    assert parsed == config.parse({}) == config.Config()
+    assert parsed.mode is config.Mode.AUTO
+    assert parsed.gate is None
+    assert parsed.record is None
+
+
+def test_every_key_can_be_given() -> None:
+    given = {
+        "mode": "attach",
+        "gate": "verdict.json",
+        "max_age_days": 7,
+        "record": {"path": "trace.jsonl", "max_mb": 0.5},
+        "on_deadline": "load",
+        "deadline_base_s": 1,
+        "max_blocks": 7,
+    }
+    assert config.parse(given) == config.Config(
+        mode=config.Mode.ATTACH,
+        gate=Path("verdict.json"),
+        max_age_days=7.0,
+        record=config.Record(Path("trace.jsonl"), 0.5),
+        on_deadline=config.OnDeadline.LOAD,
+        policy=Policy(deadline_base_s=1, max_blocks=7),
     )
-
-
-def test_every_policy_field_can_be_given() -> None:
-    parsed = config.parse({"mode": "attach", "on_deadline": "load", "deadline_base_s": 1, "max_blocks": 7})
-    policy = Policy(deadline_base_s=1, max_blocks=7)
-    assert parsed == config.Config(config.Mode.ATTACH, config.OnDeadline.LOAD, policy)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +44,12 @@ def test_every_policy_field_can_be_given() -> None:
         (
             {"mode": "atach"},
             "kv_connector_extra_config.singleflight.mode: 'atach' is not accepted;"
-            " give one of off, attach, park",
+            " give one of auto, off, attach, park, shadow",
         ),
         (
             {"mdoe": "attach"},
-            "kv_connector_extra_config.singleflight.mdoe: unknown key; accepted are mode, on_deadline,"
+            "kv_connector_extra_config.singleflight.mdoe: unknown key; accepted are mode, gate, max_age_days,"
+            " record, on_deadline,"
             " deadline_base_s, deadline_per_block_s, deadline_learned_factor, max_handovers, max_blocks,"
             " join_patience",
         ),
@@ -47,6 +64,32 @@ def test_every_policy_field_can_be_given() -> None:
             " give a whole number >= 0",
         ),
         (
+            {"gate": 5},
+            "kv_connector_extra_config.singleflight.gate: 5 is not accepted;"
+            " give the path of a verdict file, as `singleflight gate` writes it",
+        ),
+        (
+            {"max_age_days": 0},
+            "kv_connector_extra_config.singleflight.max_age_days: 0 is not accepted; give a number > 0",
+        ),
+        (
+            {"record": "trace.jsonl"},
+            "kv_connector_extra_config.singleflight.record: 'trace.jsonl' is not accepted;"
+            ' give an object such as {"path": "trace.jsonl"}',
+        ),
+        (
+            {"record": {"max_mb": 1}},
+            "kv_connector_extra_config.singleflight.record.path: is missing; accepted is the path of a file",
+        ),
+        (
+            {"record": {"path": "trace.jsonl", "max_mb": float("nan")}},
+            "kv_connector_extra_config.singleflight.record.max_mb: nan is not accepted; give a number > 0",
+        ),
+        (
+            {"record": {"file": "trace.jsonl"}},
+            "kv_connector_extra_config.singleflight.record.file: unknown key; accepted are path, max_mb",
+        ),
+        (
             "attach",
             "kv_connector_extra_config.singleflight: 'attach' is not accepted;"
             ' give an object such as {"mode": "attach"}',
@@ -54,7 +97,7 @@ def test_every_policy_field_can_be_given() -> None:
         (
             {"mode": ["attach"]},
             "kv_connector_extra_config.singleflight.mode: ['attach'] is not accepted;"
-            " give one of off, attach, park",
+            " give one of auto, off, attach, park, shadow",
         ),
     ],
 )

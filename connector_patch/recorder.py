@@ -1,0 +1,202 @@
+"""The recorder: live arrivals as a Mooncake trace that the simulator and the gate take as it is.
+
+A row needs its output length, so it is written when its request finishes (or is aborted); readers sort.
+The scheduler's thread only puts a request's figures into a queue; a thread of our own hashes and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from singleflight.recording import SCHEMA, header_path
+from singleflight.traces.mooncake import MOONCAKE
+from singleflight.traces.request import Lengths, Request
+from singleflight.traces.writer import replaced
+
+WAITING_ROWS: Final = 10_000
+"""Requests the queue holds while the disk is slow; more are left out, and counted."""
+HEADER_EVERY_S: Final = 5.0
+"""How old the header's load windows may become."""
+CLOSE_S: Final = 10.0
+
+
+class Recorder:
+    """One per engine. Its file belongs to one process at a time; what was there becomes `path`.1.
+
+    Content cannot be told from a trace: a block's id is a BLAKE2b of its hash under a key that is drawn at
+    start and never leaves the process. 53 bits, so that every JSON reader keeps them apart, and no table
+    that grows with the run, which numbering the blocks would need. The same block has the same id in `path`
+    and `path`.1. A last block that is not full has an id of its own: no other request can share it.
+
+    Args:
+        path: the trace; its header is `path`.header.json.
+        max_bytes: of one file.
+        block_size: tokens a hash covers.
+        model: as the engine was told.
+        windows_ms: gives what the header says about load windows, or None; called by the writing thread.
+        on_stop: told once, with the error, if recording ends before `close` because a write failed.
+
+    Raises:
+        BlockingIOError: another process is recording to this path.
+        OSError: it cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        block_size: int,
+        model: str,
+        windows_ms: Callable[[], dict[str, float] | None],
+        on_stop: Callable[[OSError], None],
+    ) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self.block_size = block_size
+        self._model = model
+        self._windows_ms = windows_ms
+        self._on_stop = on_stop
+        self._started = time.time()
+        self._salt = secrets.token_bytes(32)
+        self._rows = self._dropped = 0
+        self._queue: queue.Queue[tuple[float, int, int, Sequence[bytes]] | None] = queue.Queue(WAITING_ROWS)
+        self._file = self._opened()
+        self._write_header(path)
+        self._thread = threading.Thread(target=self._run, name="kv-singleflight-recorder", daemon=True)
+        self._thread.start()
+
+    def finished(
+        self, arrived: float, prompt_tokens: int, output_tokens: int, hashes: Sequence[bytes]
+    ) -> None:
+        """A request is over. `arrived`: seconds since the epoch; `hashes`: of the prompt's full blocks."""
+        try:
+            self._queue.put_nowait((arrived, prompt_tokens, output_tokens, hashes))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Write what is waiting, and end. A second call does nothing."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+
+    # -- the writing thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        fresh = True
+        told = time.monotonic()
+        try:
+            while True:
+                batch = self._waiting(HEADER_EVERY_S)
+                rows = [self._row(*item) for item in batch if item is not None]
+                if rows:
+                    self._append("".join(rows).encode())
+                    fresh = False
+                ended = None in batch
+                if ended or (not fresh and time.monotonic() - told >= HEADER_EVERY_S):
+                    self._write_header(self.path)
+                    fresh, told = True, time.monotonic()
+                if ended:
+                    break
+        except OSError as error:
+            self._on_stop(error)
+        finally:
+            if self._file >= 0:
+                os.close(self._file)
+
+    def _waiting(self, timeout_s: float) -> list[tuple[float, int, int, Sequence[bytes]] | None]:
+        """Everything in the queue: one write for all that has come since the last."""
+        batch = []
+        with contextlib.suppress(queue.Empty):
+            batch.append(self._queue.get(timeout=timeout_s))
+            while len(batch) < WAITING_ROWS:
+                batch.append(self._queue.get_nowait())
+        return batch
+
+    def _row(self, arrived: float, prompt_tokens: int, output_tokens: int, hashes: Sequence[bytes]) -> str:
+        ids = [self._id(each) for each in hashes]
+        blocks = -(-prompt_tokens // self.block_size)
+        ids += (self._id(f"{self._rows}/{i}".encode()) for i in range(len(ids), blocks))
+        self._rows += 1
+        at_ms = max(round((arrived - self._started) * 1000), 0)
+        return MOONCAKE.encode(0, Request(at_ms, ids, Lengths(prompt_tokens, output_tokens)), "ms") + "\n"
+
+    def _id(self, content: bytes) -> int:
+        return int.from_bytes(blake2b(content, digest_size=8, key=self._salt).digest()) >> 11
+
+    # -- the files ---------------------------------------------------------------------------------------
+
+    def _opened(self) -> int:
+        """The file, empty, locked and ours."""
+        for _ in range(2):
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(file).st_size:
+                    return file
+                self._put_aside()
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+        raise BlockingIOError(f"{self.path} is written by another process")
+
+    def _put_aside(self) -> None:
+        aside = Path(f"{self.path}.1")
+        self.path.replace(aside)
+        with contextlib.suppress(FileNotFoundError):
+            header_path(str(self.path)).replace(header_path(str(aside)))
+
+    def _append(self, data: bytes) -> None:
+        """Whole rows in one write: whoever reads, or a crash, finds no half row in the middle."""
+        size = os.fstat(self._file).st_size
+        if size and size + len(data) > self._max_bytes:
+            self._write_header(self.path)
+            os.close(self._file)
+            self._file = -1
+            self._file = self._opened()
+            self._write_header(self.path)
+            size = 0
+        if (written := os.write(self._file, data)) < len(data):
+            os.ftruncate(self._file, size)
+            raise OSError(f"only {written} of {len(data)} bytes could be written")
+
+    def _write_header(self, path: Path) -> None:
+        started = datetime.datetime.fromtimestamp(self._started, datetime.UTC)
+        header: dict[str, Any] = {
+            "schema": SCHEMA,
+            "block_size_tokens": self.block_size,
+            "model": self._model,
+            "started_at": started.isoformat(timespec="milliseconds"),
+            "dropped_requests": self._dropped,
+            "load_windows_ms": self._windows_ms(),
+        }
+        with replaced(header_path(str(path))) as raw:
+            raw.write((json.dumps(header, indent=2) + "\n").encode())
+
+
+def quantiles_ms(seen: int, windows_s: Sequence[float]) -> dict[str, float] | None:
+    """What the header says about load windows: `count` of all seen; p50, p99 (nearest rank) and max, ms, of
+    the latest ones. None before the first."""
+    if not windows_s:
+        return None
+    ordered = sorted(windows_s)
+
+    def rank(share: float) -> float:
+        return round(ordered[math.ceil(share * len(ordered)) - 1] * 1000, 3)
+
+    return {"count": seen, "p50": rank(0.5), "p99": rank(0.99), "max": rank(1)}

@@ -1,0 +1,235 @@
+"""Shadow mode: what it counts, that nothing stays behind, and that vLLM cannot tell it from stock.
+
+Both arms go through the scenarios of `watched.py` in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from connector_patch import metrics
+from connector_patch.shadow import Shadow
+from singleflight import recording
+from singleflight.arms import OURS, STOCK
+from singleflight.embedded import spawned, tail
+from singleflight.traces.reader import Options, read
+from singleflight.traces.request import Lengths, Request
+
+if TYPE_CHECKING:
+    from singleflight.arms import Arm
+    from singleflight.embedded import Stack
+
+K = 4
+"""Blocks of the prefix in most scenarios."""
+
+
+def watched(stack: Stack, connector: str, extra: dict[str, Any]) -> dict[str, Any]:
+    out, log = stack.folder / f"{connector}.json", stack.folder / f"watched-{connector}.log"
+    argv = [sys.executable, "-m", "tests.connector.watched", str(stack.model), str(out), connector]
+    env = stack.env(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        PYTHONPATH=str(Path(__file__).parents[2]),
+    )
+    with spawned([*argv, json.dumps(extra)], env=env, log=log) as process:
+        assert process.wait(240) == 0, tail(log)
+    told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
+@pytest.fixture(scope="module")
+def stock(stack: Stack) -> dict[str, Any]:
+    return watched(stack, STOCK, {})
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def shadow(stack: Stack, stock: dict[str, Any], trace: Path) -> dict[str, Any]:
+    """After stock: both use the store, and empty it first. It records, too."""
+    return watched(stack, OURS, {"singleflight": {"mode": "shadow", "record": {"path": str(trace)}}})
+
+
+@pytest.mark.engine
+class TestOnARealEngine:
+    @pytest.mark.parametrize(
+        "scenario",
+        ["same_prefix", "partial_overlap", "one_after_the_other", "aborted", "failed", "reset"],
+    )
+    @pytest.mark.parametrize("what", ["answers", "loaded", "tokens", "blocks_lost"])
+    def test_the_scheduler_is_answered_as_by_stock(
+        self, stock: dict[str, Any], shadow: dict[str, Any], scenario: str, what: str
+    ) -> None:
+        """Every answer to every question about every request, every load and its metadata (the class, too),
+        every lookup, Get, byte and GPU block, every token."""
+        assert stock[scenario][what] is not None
+        assert shadow[scenario][what] == stock[scenario][what]
+
+    def test_eight_requests_for_one_prefix_load_eight_times_and_seven_are_counted(
+        self, shadow: dict[str, Any], reference: Arm
+    ) -> None:
+        from tests.connector.watched import SALT, tails
+        from tests.support import blocks
+
+        burst = shadow["same_prefix"]
+        assert burst["loaded"]["gets"] == 8
+        assert burst["counted"] == {
+            "loads": 8,
+            "attempts": 8 * K,
+            "cohorts": K,
+            "dup_cohorts": K,
+            "dup_attempts": 8 * K,
+            "removable": 7 * K,
+            "fan_in_8": K,
+        }
+        prompts = tails(blocks(1, 2, 3, 4, salt=SALT), *"abcdefgh")
+        assert burst["tokens"] == reference.ask("burst", prompts=prompts)["tokens"]
+
+    def test_only_the_blocks_that_overlap_count(self, shadow: dict[str, Any]) -> None:
+        burst = shadow["partial_overlap"]
+        assert burst["loaded"]["bytes"] == 12 * shadow["block_bytes"]
+        assert burst["counted"] == {
+            "loads": 2,
+            "attempts": 12,
+            "cohorts": 8,
+            "dup_cohorts": 4,
+            "dup_attempts": 8,
+            "removable": 4,
+            "fan_in_1": 4,
+            "fan_in_2": 4,
+        }
+
+    def test_loads_that_do_not_overlap_are_not_removable(self, shadow: dict[str, Any]) -> None:
+        counted = shadow["one_after_the_other"]["counted"]
+        assert counted == {"loads": 2, "attempts": 2 * K, "cohorts": 2 * K, "fan_in_1": 2 * K}
+
+    def test_an_aborted_requests_load_runs_on_and_counts(self, shadow: dict[str, Any]) -> None:
+        """As in attach mode, where it would have been everybody's."""
+        assert shadow["aborted"]["counted"]["removable"] == 3 * K
+
+    def test_behind_a_failed_load_nothing_is_removable(self, shadow: dict[str, Any]) -> None:
+        counted = shadow["failed"]["counted"]
+        assert counted == {"loads": 2, "failed_loads": 1, "attempts": 2 * K, "lost": 2 * K}
+
+    def test_across_a_reset_nothing_is_removable(self, shadow: dict[str, Any]) -> None:
+        assert shadow["reset"]["counted"] == {"loads": 3, "attempts": 3 * K, "lost": 3 * K}
+
+    def test_nothing_is_left_of_aborts_failures_and_resets(self, shadow: dict[str, Any]) -> None:
+        assert shadow["left"] == 0
+
+    def test_windows_are_those_of_loads_that_opened_a_cohort(self, shadow: dict[str, Any]) -> None:
+        """1 + 2 + 2 + 1, and none of loads that failed, joined, or were in the air at a reset."""
+        assert shadow["windows"] == 6
+
+
+@pytest.mark.engine
+class TestTheRecording:
+    """Of the same run: 21 requests, and 6 that have filled the store."""
+
+    @pytest.fixture
+    def rows(self, trace: Path, shadow: dict[str, Any]) -> list[Request]:
+        return read(str(trace), Options(block_size=32, recording=True))
+
+    def test_every_arrival_is_there(self, rows: list[Request]) -> None:
+        assert len(rows) == 21 + 6
+        lengths = Counter(row.lengths for row in rows)
+        # Those who ran to the end; and the two that were aborted while they waited.
+        assert lengths[Lengths(K * 32 + 4, 4)] == 8 + 2 + 2 + 2 + 3
+        assert lengths[Lengths(K * 32 + 4, 0)] == 2
+
+    def test_who_shares_blocks_shares_ids_and_nobody_shares_a_block_that_is_not_full(
+        self, rows: list[Request]
+    ) -> None:
+        eight = [row for row in rows if row.lengths.input == K * 32 + 4][:8]
+        assert len({tuple(row.hashes[:K]) for row in eight}) == 1
+        assert len({row.hashes[K] for row in eight}) == 8
+
+    def test_the_header_says_what_the_rows_do_not(
+        self, stack: Stack, trace: Path, rows: list[Request], shadow: dict[str, Any]
+    ) -> None:
+        header = recording.header_of(str(trace))
+        assert header is not None
+        assert (header.block_size_tokens, header.model) == (32, str(stack.model))
+        windows = header.load_windows_ms
+        assert windows is not None
+        assert windows["count"] == shadow["windows"]
+        assert 0 < windows["p50"] <= windows["p99"] <= windows["max"]
+
+
+class TestCounting:
+    """The counting alone, with a clock."""
+
+    def made(self, max_blocks: int = 100) -> tuple[Shadow, dict[str, Any]]:
+        specs: dict[str, Any] = {}
+        stock = SimpleNamespace(load_specs=specs, _hash_block_size=32)
+        self.now = 0.0
+        return Shadow(cast(Any, stock), max_blocks, lambda: self.now), specs
+
+    def load(self, made: tuple[Shadow, dict[str, Any]], name: str, hashes: list[bytes]) -> None:
+        shadow, specs = made
+        specs[name] = SimpleNamespace(
+            can_load=True, vllm_cached_tokens=0, kvpool_cached_tokens=32 * len(hashes)
+        )
+        request = SimpleNamespace(request_id=name, block_hashes=hashes)
+        ids = SimpleNamespace(get_block_ids=lambda: ([*range(len(hashes))],))
+        shadow.allocated(cast(Any, request), cast(Any, ids))
+
+    def report(self, made: tuple[Shadow, dict[str, Any]], *names: str) -> None:
+        out = SimpleNamespace(finished_recving=set(names), failed_recving=set(), invalid_block_ids=set())
+        made[0].output(cast(Any, out))
+
+    def test_the_window_does_not_slide(self) -> None:
+        """The simulator's first worked example: a load at 0 that ends at 10, a second at 9, a third at 18."""
+        made = self.made()
+        for now, name in ((0, "a"), (9, "b")):
+            self.now = now
+            self.load(made, name, [b"7"])
+        self.now = 10
+        self.report(made, "a")
+        assert (made[0].stats.cohorts, made[0].stats.removable) == (1, 1)
+        assert made[0].take_windows() == [10]
+        self.now = 18
+        self.load(made, "c", [b"7"])
+        self.now = 19
+        self.report(made, "b")  # closes nothing: it only joined
+        assert (made[0].stats.cohorts, made[0].stats.removable) == (1, 1)
+        self.report(made, "c")
+        assert (made[0].stats.cohorts, made[0].stats.removable) == (2, 1)
+        assert made[0].take_windows() == [1]
+
+    def test_at_the_bound_loads_are_left_out_and_said_to_be(self) -> None:
+        made = self.made(max_blocks=3)
+        self.load(made, "a", [b"1", b"2"])
+        self.load(made, "b", [b"1", b"2"])
+        stats = made[0].stats
+        assert (stats.loads, stats.unregistered_loads, stats.attempts) == (2, 1, 2)
+        self.report(made, "a", "b")
+        assert (stats.cohorts, stats.removable) == (2, 0)
+
+    def test_metrics_name_every_fan_in_and_the_bytes(self) -> None:
+        made = self.made()
+        for name in ("a", "b", "c"):
+            self.load(made, name, [b"1", b"2"])
+        self.load(made, "d", [b"3"])
+        self.report(made, "a", "b", "c", "d")
+        counts = {name: n for name, n in metrics.flat_shadow(made[0], 1000).items() if n}
+        assert counts == {
+            "shadow_loads": 4,
+            "shadow_attempts": 7,
+            "shadow_dup_attempts": 6,
+            "shadow_removable": 4,
+            "shadow_attempts_bytes": 7000,
+            "shadow_removable_bytes": 4000,
+            "shadow_fan_in_1": 1,
+            "shadow_fan_in_3-4": 2,
+        }
