@@ -7,7 +7,7 @@ weighted mean and variance", section 9).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from .flight import Flight
 
@@ -69,34 +69,46 @@ class Forecast:
         self.lanes = lanes
         self.times = LoadTimes()
 
+    def work(self, blocks: int, air: Collection[Flight]) -> int | None:
+        """Blocks that the link has to bring before the last of `blocks` more, if it is shared evenly with the
+        flights in the air; None if these would queue first.
+
+        Where loads do not slow each other, this makes us wait a little more than would be best.
+        """
+        if len(air) >= self.lanes:
+            return None
+        return blocks + sum(min(len(flight.hashes), blocks) for flight in air)
+
     def landed(self, flight: Flight, seconds: float) -> None:
         """Learn from a flight that took so long, unless it has queued."""
-        if flight.beside < self.lanes > 1:
-            self.times.observe(_work(flight), seconds)
+        if flight.work is not None and self.lanes > 1:
+            self.times.observe(flight.work, seconds)
 
     def remaining_s(self, flight: Flight, now: float) -> float:
         """Seconds until it should land; 0 where it is late, or where nothing is known."""
-        return max((self.times.seconds(_work(flight)) or 0.0) - (now - flight.started), 0.0)
+        expected = self.times.seconds(flight.work or len(flight.hashes)) or 0.0
+        return max(expected - (now - flight.started), 0.0)
 
     def worth_joining(
-        self, flights: Iterable[Flight], blocks: int, air: int, patience: float, now: float, then: int = 0
+        self,
+        flights: Iterable[Flight],
+        blocks: int,
+        air: Collection[Flight],
+        patience: float,
+        now: float,
+        then: int = 0,
     ) -> bool:
         """Whether waiting for these flights, and then loading `then` blocks, should take at most `patience`
-        times as long as loading all `blocks` blocks alone, beside the `air` flights in the air.
+        times as long as loading all `blocks` blocks alone, beside the flights in the `air`.
 
         If no lane is idle, a load of one's own would queue behind them: waiting cannot lose. Nor is a flight
         that takes longer than expected left alone: in a slow hour that would end the sharing just when it
         is needed (hazard J2).
         """
-        alone = self.times.seconds(blocks * (air + 1)) if air < self.lanes and patience else None
+        work = self.work(blocks, air) if patience else None
+        alone = self.times.seconds(work) if work is not None else None
         if alone is None:
             return True
         wait = max(self.remaining_s(flight, now) for flight in flights)
         wait += (self.times.seconds(then) or 0.0) if then else 0.0
         return wait <= patience * alone
-
-
-def _work(flight: Flight) -> int:
-    """Blocks that the link had to bring before the flight's last one, if all that were in the air shared it
-    evenly. Where loads do not slow each other, this makes us wait a little more than would be best."""
-    return len(flight.hashes) * (1 + flight.beside)

@@ -83,7 +83,7 @@ class Flight:
         destination: what the driver keeps for each hash (GPU blocks in vLLM); length n, opaque here.
         miss: the block hash after the run which the leader's lookup did not find, if it is known.
         started: when the flight was registered, seconds on the driver's monotonic clock.
-        beside: flights that were in the air at that moment.
+        work: blocks that the link has to bring before the last of these (`Forecast`); None if it queues.
         whole: each of its hashes, which differ, has pointed at it since: no other flight loads one of them.
         state: see `State`.
         followers: requests that wait for this flight, in order of arrival.
@@ -91,7 +91,6 @@ class Flight:
     """
 
     __slots__ = (
-        "beside",
         "destination",
         "fan_in",
         "followers",
@@ -102,6 +101,7 @@ class Flight:
         "started",
         "state",
         "whole",
+        "work",
     )
 
     def __init__(
@@ -112,7 +112,7 @@ class Flight:
         destination: Sequence[Any],
         started: float,
         miss: Hashable | None = None,
-        beside: int = 0,
+        work: int | None = None,
     ) -> None:
         if len(hashes) != len(destination):
             raise ValueError(f"{len(hashes)} hashes but {len(destination)} destinations")
@@ -124,7 +124,7 @@ class Flight:
         self.destination = tuple(destination)
         self.started = started
         self.miss = miss
-        self.beside = beside
+        self.work = work
         self.whole = True
         self.state = State.LOADING
         self.followers: dict[Hashable, None] = {}

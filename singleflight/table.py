@@ -121,8 +121,8 @@ class PendingBlockTable:
 
         `then` is for a driver whose followers load the rest of their blocks only after the wait: so many.
         """
-        flights = [segment.flight for segment in segments]
-        air, patience = len(self._flights), self.policy.join_patience
+        flights = (segment.flight for segment in segments)
+        air, patience = self._flights.values(), self.policy.join_patience
         return self.forecast.worth_joining(flights, blocks, air, patience, now, then)
 
     def budget_s(self, blocks: int) -> float:
@@ -157,8 +157,8 @@ class PendingBlockTable:
         """
         if request in self._leads:
             raise ValueError(f"{request!r} already leads {self._leads[request]!r}")
-        beside = len(self._flights)
-        flight = Flight(self._generation + 1, request, hashes, destination, now, miss, beside)
+        work = self.forecast.work(len(hashes), self._flights.values())
+        flight = Flight(self._generation + 1, request, hashes, destination, now, miss, work)
         if not self.may_join(request, now):
             self.stats.alone += 1
             return None

@@ -86,6 +86,10 @@ class TableMachine(RuleBasedStateMachine):
             return True
         return waiter.handovers <= POLICY.max_handovers and self.clock < waiter.deadline
 
+    def work(self, blocks: int) -> int:
+        """Blocks on an evenly shared link until the last of so many more."""
+        return blocks + sum(min(blocks, len(load.hashes)) for load in self.air.values())
+
     def waits(self, request: str) -> bool:
         return request in self.waiters and self.waiters[request].waits != []
 
@@ -150,7 +154,8 @@ class TableMachine(RuleBasedStateMachine):
             assert flight.generation not in [f.generation for f in self.ended]
             assert (flight.leader, flight.miss, flight.started) == (request, miss, self.clock)
             assert flight.destination == tuple(destination)
-            expected = self.clock + len(hashes) * (1 + len(self.air))
+            queues = len(self.air) >= LANES
+            expected = self.clock + (len(hashes) if queues else self.work(len(hashes)))
             overtaken = set()
             for index, block in enumerate(hashes):
                 if block in self.pending and self.pending[block][0] != flight.generation:
@@ -206,7 +211,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def _waiting_pays_where_it_is_not_longer(self, segments: list[Segment], blocks: int) -> None:
         wait = max(self.air[s.flight.generation].expected - self.clock for s in segments)
-        alone = blocks * (len(self.air) + 1)
+        alone = self.work(blocks)
         pays = len(self.air) >= LANES or max(wait, 0) <= alone
         assert self.table.worth_joining(segments, blocks, self.clock) == pays
 

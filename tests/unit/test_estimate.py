@@ -96,6 +96,15 @@ class TestWorthJoining:
         world.lead("L", range(128))
         assert self.worth(world, range(share)) is pays
 
+    def test_a_flight_that_began_beside_a_small_one_is_not_taken_for_twice_as_long(self, known):
+        world = known()
+        small = world.lead("S", [999])
+        world.lead("L", range(128))
+        world.table.land(small.generation, world.now)
+        assert self.worth(world, range(128))
+        assert self.worth(world, range(66))
+        assert not self.worth(world, range(64))
+
     def test_the_rest_of_the_prompt_counts_as_loaded_alone(self, known):
         """It shares 8 blocks and has 120 of its own to load either way."""
         world = known()
