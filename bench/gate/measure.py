@@ -59,20 +59,20 @@ class Setting:
         )
 
 
-SETTINGS = {"latency": Setting(THREADS, 1.0, None), "link": Setting(1, 0.0, 20e6)}
+SETTINGS = {"latency": Setting(THREADS, 4.0, None), "link": Setting(1, 0.0, 8e6)}
 
 
 def slices(folder: Path) -> dict[str, list[tuple[float, list[int]]]]:
-    """name -> [(seconds, block names)]: of each public trace 200 requests, faster than recorded so that
+    """name -> [(seconds, block names)]: of each public trace 150 requests, faster than recorded so that
     several loads are in the air at once; and two synthesized ones, of which one shares nothing."""
     found = {}
-    for name, first, count, scale in (("conversation", 2000, 200, 6.0), ("synthetic", 1000, 200, 5.0)):
+    for name, first, count, scale in (("conversation", 2000, 150, 2.0), ("synthetic", 1000, 150, 2.0)):
         reader = TraceReader(str(folder / f"{name}_trace.jsonl"), Options())
         rows = [row for row in reader if len(row.hashes) <= LONGEST][first : first + count]
         found[name] = [((row.timestamp_ms - rows[0].timestamp_ms) / 1000 / scale, row.hashes) for row in rows]
     for name, what in (
-        ("agents", Synth("agents", 102, fan_in=16, rate=0.2, think_ms=2000, own_blocks=6)),
-        ("poisson", Synth("poisson", 100, rate=8.0, own_blocks=12)),
+        ("agents", Synth("agents", 85, fan_in=16, rate=0.2, think_ms=6000, own_blocks=6)),
+        ("poisson", Synth("poisson", 75, rate=5.0, own_blocks=12)),
     ):
         # Names of their own, or a block would be stored, and cached, under another slice's prompts.
         found[name] = [
@@ -120,6 +120,7 @@ def compared(
     return {
         "requests": len(rows),
         "observed_window_ms": window_ms,
+        "failed_loads_blocks": live["lost"],
         "attempts": {"predicted": predicted.attempts, "shadow": live["attempts"]},
         "removable": {
             "predicted": predicted.removable,
