@@ -93,6 +93,8 @@ def _document(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as fault:
         raise Refused(f"{path}: {fault.strerror or fault}; give a file that can be read") from None
+    except Refused:
+        raise
     except UnicodeDecodeError:
         raise Refused(f"{path}: is not UTF-8; give a JSON file") from None
     except ValueError:  # a NUL in the name

@@ -81,6 +81,7 @@ def test_a_bad_file_is_one_sentence(changed: Changed, key: str, value: Any, says
         (b'{"enable": 1, "enable": 2}', "enable: is there twice"),
         (b"\xff\xfe", "is not UTF-8"),
         (b"[" * 100_000, "is nested too deeply"),
+        (b" " * (2**24 + 1), "is larger than 16 MiB"),
         (b'{"a": ' + b"9" * 5000 + b"}", "out of all range"),
     ],
 )
