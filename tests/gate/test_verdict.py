@@ -80,9 +80,9 @@ def test_a_bad_file_is_one_sentence(changed: Changed, key: str, value: Any, says
         (b'{"enable": NaN}', "NaN is not accepted; give finite numbers"),
         (b'{"enable": 1, "enable": 2}', "enable: is there twice"),
         (b"\xff\xfe", "is not UTF-8"),
-        (b"[" * 100_000, "is nested too deeply"),
-        (b" " * (2**24 + 1), "is larger than 16 MiB"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "out of all range"),
+        pytest.param(b"[" * 100_000, "is nested too deeply", id="deep"),
+        pytest.param(b" " * (2**24 + 1), "is larger than 16 MiB", id="large"),
+        pytest.param(b'{"a": ' + b"9" * 5000 + b"}", "out of all range", id="digits"),
     ],
 )
 def test_what_is_no_json_object_is_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
