@@ -46,5 +46,7 @@ def drive(server: Server, load: Sequence[str]) -> list[float]:
         result = main(_parser().parse_args(arguments))
     if result["failed"] or not result["completed"]:
         errors = [error.strip().splitlines()[-1] for error in result["errors"] if error.strip()]
-        raise LoadError(f"{result['failed']} requests to arm {server.arm} failed: {errors[:1] or said.getvalue()[-300:]}")
+        raise LoadError(
+            f"{result['failed']} requests to arm {server.arm} failed: {errors[:1] or said.getvalue()[-300:]}"
+        )
     return list(result["ttfts"])

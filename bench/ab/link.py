@@ -28,7 +28,7 @@ class LinkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Link:
-    """Attributes: near, far: addresses of the engines' and of the store node's end; namespace: the far one."""
+    """`near` and `far` are the addresses of the engines' and of the store node's end."""
 
     namespace: str
     near_device: str
@@ -48,7 +48,7 @@ class Link:
                 # Fails where there is no shaper, which is what is wanted.
                 subprocess.run([*enter, "tc", "qdisc", "del", "dev", device, "root"], capture_output=True)
                 continue
-            # One millisecond's worth, but never less than two of the 64 KiB segments that the kernel hands down.
+            # One millisecond's worth, but never less than two of the kernel's segments of 64 KiB.
             burst = max(128 << 10, int(gbit_s * 1e9 / 8 / 1000))
             _run(
                 *enter, "tc", "qdisc", "replace", "dev", device, "root", "tbf",
@@ -67,7 +67,9 @@ def _run(*argv: str) -> None:
 
 def _remove(namespace: str, device: str) -> None:
     for argv in ["ip", "netns", "del", namespace], ["ip", "link", "del", device]:
-        subprocess.run(argv, capture_output=True)  # either may be gone, and the device goes with the namespace
+        subprocess.run(
+            argv, capture_output=True
+        )  # either may be gone, and the device goes with the namespace
 
 
 def _remove_leftovers() -> None:

@@ -1,6 +1,6 @@
-"""One OpenAI server for each arm, all against one stack, all alive at once and idle but for the one measured.
+"""One OpenAI server for each arm, all against one stack; all are alive, and all but the one measured idle.
 
-On the CPU wheel `vllm serve` does not start; `python -m vllm.entrypoints.openai.api_server` is the same server.
+On the CPU wheel `vllm serve` does not start; `python -m vllm.entrypoints.openai.api_server` is the same.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _free_ports(host: str, count: int) -> list[int]:
 def serving(
     stack: embedded.Stack, chosen: Sequence[str], setup: Setup, limit_file: Path
 ) -> Iterator[dict[str, Server]]:
-    """A server for each chosen arm, ready. EmbeddedError, with the log's last lines, if one does not start."""
+    """A server for each chosen arm, ready. EmbeddedError, with the log's last lines, if one does not start
+    or ours passes through to stock."""
     settings = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "8192"]
     settings += ["--max-num-batched-tokens", "8192", "--max-num-seqs", "128", "--disable-uvicorn-access-log"]
     if setup.kv_blocks is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
 from bench.ab.servers import Setup
 
 CHUNK = 64
@@ -24,8 +23,8 @@ PREFIX = 4096
 OUTPUT = 4
 """Tokens generated: TTFT is what is measured, and a few more make the stream a stream."""
 SLOW = 0.4
-"""Gbit/s: a 4,096-token prefix of the tiny model (2 KiB a token, 8.4 MB) takes 0.17 s, about what a 70B model's
-1.3 GB (320 KiB a token) take at 64 Gbit/s."""
+"""Gbit/s: a 4,096-token prefix of the tiny model (2 KiB a token, 8.4 MB) takes 0.17 s, about what that of a
+70B model (320 KiB a token, 1.3 GB) takes at 64 Gbit/s."""
 RATES = (SLOW, 1.0, 4.0, None)
 FAN_INS = (1, 2, 4, 8, 16, 32, 64)
 TRACE_SCALE = 8
@@ -52,8 +51,8 @@ class Load:
         if not path.exists():
             path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         return [
-            "--dataset-name", "timed_trace", "--dataset-path", str(path), "--num-prompts", str(len(self.rows)),
-            "--timed-trace-chunk-hash-size", str(CHUNK),
+            "--dataset-name", "timed_trace", "--dataset-path", str(path),
+            "--num-prompts", str(len(self.rows)), "--timed-trace-chunk-hash-size", str(CHUNK),
         ]  # fmt: skip
 
 
@@ -144,7 +143,9 @@ def trace(path: Path, seconds: float) -> Load:
             whole, rest = divmod(tokens, CHUNK)
             # The last chunk is cut shorter than the trace has it; it is the request's own.
             shared = row["hash_ids"][:whole]
-            rows.append(_row(row["timestamp"] / 1000, shared, number, rest + (whole - len(shared)) * CHUNK or 1))
+            rows.append(
+                _row(row["timestamp"] / 1000, shared, number, rest + (whole - len(shared)) * CHUNK or 1)
+            )
     return Load(path.stem, tuple(rows))
 
 
@@ -204,7 +205,9 @@ def matrix(traces: Path) -> tuple[list[Cell], dict[str, str]]:
     for stem in ("conversation_trace", "synthetic_trace"):
         path = traces / f"{stem}.jsonl"
         if path.exists():
-            why = "a real mix of hits, loads and rare overlaps (start of the trace, tokens / 8): must not lose"
+            why = (
+                "a real mix of hits, loads and rare overlaps (start of the trace, tokens / 8): must not lose"
+            )
             cells.append(Cell(stem.replace("_", " "), why, trace(path, 7.0)))
         else:
             left_out[stem] = f"no such file in the trace folder ({path.name})"
