@@ -4,6 +4,7 @@
 #   make demo CONNECTOR_EXTRA=gpu   the same with vllm and mooncake-transfer-engine
 #   make test                       every test
 #   make faults                     the failure-injection suite alone
+#   make bench                      A/B time to first token against stock, 40 minutes; QUICK=1: under 10
 #   make lint                       ruff, mypy, import-linter
 #   make clean                      removes .venv and what the commands wrote
 
@@ -12,6 +13,7 @@ CONNECTOR_EXTRA ?= cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.installed-demo-$(CONNECTOR_EXTRA)
+BENCH_STAMP := $(VENV)/.installed-bench-$(CONNECTOR_EXTRA)
 TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 
 # The part of the fault suite that `make test` runs. The rest (deadlines, pressure, ranks, real processes,
@@ -19,7 +21,7 @@ TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 # `make faults` runs all of it, and it joins this list once it has.
 SETTLED_FAULTS := $(addprefix tests/faults/test_,leader_fails.py broken_keys.py cancellation.py checksums.py)
 
-.PHONY: demo test faults lint clean
+.PHONY: demo test faults bench lint clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -35,6 +37,10 @@ test: $(TEST_STAMP)
 faults: $(TEST_STAMP)
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
+# The hash seed makes the client's prompts the same in every run. BENCH_ARGS: see `python -m bench.ab --help`.
+bench: $(BENCH_STAMP)
+	PYTHONHASHSEED=0 $(BIN)/python -m bench.ab $(if $(QUICK),--quick) $(BENCH_ARGS)
+
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,9 +51,13 @@ $(DEMO_STAMP): pyproject.toml .ci/setup
 	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),plot'
 	@touch $@
 
+$(BENCH_STAMP): pyproject.toml .ci/setup
+	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),bench'
+	@touch $@
+
 $(TEST_STAMP): pyproject.toml .ci/setup
 	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),all,test,lint'
-	@touch $@ $(DEMO_STAMP)
+	@touch $@ $(DEMO_STAMP) $(BENCH_STAMP)
 
 clean:
 	rm -rf $(VENV) demo-out

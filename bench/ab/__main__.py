@@ -130,7 +130,9 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--only") from None
     environment = results.environment()
     today = datetime.date.today().isoformat()
-    folder = out or servers.REPOSITORY / "bench" / "results" / f"{today}-{results.host_class(environment)}"
+    part = "-part" if only else "-quick" if quick else ""
+    name = f"{today}-{results.host_class(environment)}{part}"
+    folder = out or servers.REPOSITORY / "bench" / "results" / name
     folder.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python -m bench.ab", *sys.argv[1:]])
     run = results.Results(command, "", today, environment, left_out={} if quick or only else left_out)
@@ -146,8 +148,11 @@ def main(
         report.write(run, folder)
     for sentence in results.words(run):
         typer.echo(sentence)
-    where = os.path.relpath(folder / "report.html")
-    typer.echo(f"{len(run.cells)} workloads in {run.minutes:.1f} minutes; report: {where}")
+    if run.cells:
+        where = os.path.relpath(folder / "report.html")
+        typer.echo(f"{len(run.cells)} workloads in {run.minutes:.1f} minutes; report: {where}")
+    else:
+        typer.echo("Nothing was measured.")
     sys.stdout.flush()
     # Without the interpreter's own end, at which a library that vLLM imports prints pages about leaks.
     os._exit(code)

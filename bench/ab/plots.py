@@ -65,6 +65,8 @@ def cdfs(path: Path, cells: Sequence[CellResult]) -> None:
 
 def ratios(path: Path, cells: Sequence[CellResult]) -> None:
     """TTFT ratio to stock with its interval, median and p99; the line where a loss begins."""
+    from matplotlib import ticker
+
     arms = [a for a in dict.fromkeys(a for c in cells for a in c.arms) if a not in (STOCK, BOUND)]
     figure, axes = _pyplot().subplots(
         1, 2, figsize=(11, 0.34 * len(cells) + 1.4), sharey=True, layout="constrained"
@@ -81,6 +83,9 @@ def ratios(path: Path, cells: Sequence[CellResult]) -> None:
         axis.axvline(1, color="black", lw=0.7)
         axis.axvline(LOSS, color="black", lw=0.7, ls=":")
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel(f"TTFT {measure.removesuffix('_s')}, ours / stock (left is better)", fontsize=8)
         axis.tick_params(labelsize=8)
     axes[0].set_yticks(range(len(cells)), [c.cell.name for c in cells])

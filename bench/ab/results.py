@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.ab.rounds import BOUND, Round, figures
+from bench.ab.rounds import BOUND, JUDGED, Round, figures
 from bench.ab.servers import REPOSITORY, STOCK
-from bench.ab.statistics import Ratio, ratio
+from bench.ab.statistics import CONFIDENCE, ENOUGH, LOSS, Ratio, ratio
 from bench.ab.workloads import Cell
 from singleflight import demo
 
 MEASURES = ("median_s", "p99_s", "max_s")
-JUDGED = ("median_s", "p99_s")
-"""The measures by which a workload is won or lost; the maximum of a round is only one request."""
 CDF_POINTS = 41
 
 
@@ -176,18 +174,24 @@ def words(results: Results) -> list[str]:
                 f" {bound.high:.2f}) times the lower bound of one transfer and one batched prefill."
             )
     judged = _judged(results)
+    if judged and min(r.pairs for _, _, _, r in judged) < ENOUGH:
+        says.append(f"Fewer than {ENOUGH} pairs of rounds: too few to say where anything is lost.")
+        judged = [j for j in judged if j[3].pairs >= ENOUGH]
     losses = [j for j in judged if j[3].is_loss]
     open_ones = [j for j in judged if j[3].may_be_loss]
     if losses:
-        says.append(f"Lost to stock, the whole interval above 1.02: {_named(losses)}.")
+        says.append(
+            f"Lost to stock, the whole interval above {LOSS}: {_named(losses)}. (Of {len(judged)} comparisons"
+            f" of equal things about {len(judged) * (1 - CONFIDENCE) / 2:.0f} would look so by chance.)"
+        )
     elif judged:
         says.append(
-            f"No loss: in none of {len(judged)} comparisons (median and p99) lies the interval above 1.02."
+            f"No loss: in none of {len(judged)} comparisons (median and p99) lies the interval above {LOSS}."
         )
     if open_ones:
         says.append(
-            f"Not settled: in {len(open_ones)} of {len(judged)} comparisons the interval reaches beyond 1.02"
-            " without lying above it; more pairs would tell. The largest ratios:"
+            f"Not settled: in {len(open_ones)} of {len(judged)} comparisons the interval reaches beyond"
+            f" {LOSS} without lying above it; more pairs would tell. The largest ratios:"
             f" {_named(sorted(open_ones, key=lambda j: -j[3].value)[:5])}."
         )
     odd = [j for j in judged if j[1] == "off" and not j[3].low <= 1 <= j[3].high]

@@ -13,9 +13,11 @@ import numpy as np
 
 from bench.ab.client import drive
 from bench.ab.servers import STOCK, Server
-from bench.ab.statistics import order
+from bench.ab.statistics import order, ratio
 from bench.ab.workloads import Cell, Load
 
+JUDGED = ("median_s", "p99_s")
+"""The measures by which a workload is won or lost; the maximum of a round is only one request."""
 BOUND = "bound"
 """The lower bound measured as if it were an arm; see `_lower_bound`."""
 SETTLE_S = 0.05
@@ -82,13 +84,16 @@ class Bench:
             drive(server, load.arguments(self.folder))
 
     def measure(self, cell: Cell, pairs: int, most: int, seconds: float) -> list[Round]:
-        """Rounds: as many pairs as asked for, and up to `most` while the cell is younger than `seconds`."""
+        """Rounds: as many pairs as asked for, and up to `most` while the cell is younger than `seconds` or
+        while a loss shows: a false one ought to go, a true one to become sure."""
         self.prepare(cell)
         self.set_link(cell.gbit_s, cell.latency_s)
         arms = [*self.servers, *([BOUND] if cell.alone else [])]
         rounds: list[Round] = []
         started, index = time.monotonic(), 0
-        while index < pairs or (index < most and time.monotonic() - started < seconds):
+        while index < pairs or (
+            index < most and (time.monotonic() - started < seconds or _shows_loss(rounds, list(self.servers)))
+        ):
             for arm in order(arms, index):
                 self.say(f"{cell.name}: pair {index + 1}, {arm}")
                 rounds.append(self._lower_bound(cell) if arm == BOUND else self._round(cell, arm))
@@ -126,6 +131,20 @@ class Bench:
             return drive(server, load.arguments(self.folder))
         finally:
             gc.enable()
+
+
+def _shows_loss(rounds: list[Round], arms: list[str]) -> bool:
+    values = {
+        (arm, measure): [figures(r.ttft_s)[measure] for r in rounds if r.arm == arm]
+        for arm in arms
+        for measure in JUDGED
+    }
+    return any(
+        ratio(values[arm, measure], values[STOCK, measure]).is_loss
+        for arm in arms
+        if arm != STOCK
+        for measure in JUDGED
+    )
 
 
 def figures(ttft_s: list[float]) -> dict[str, float]:

@@ -12,6 +12,8 @@ from scipy import stats
 CONFIDENCE = 0.95
 LOSS = 1.02
 """A ratio whose whole interval lies above this is a loss."""
+ENOUGH = 5
+"""Fewer pairs are not judged: two alone lie on the same side of anything every other time."""
 Thing = TypeVar("Thing")
 
 
@@ -26,12 +28,12 @@ class Ratio:
 
     @property
     def is_loss(self) -> bool:
-        return self.low > LOSS
+        return self.pairs >= ENOUGH and self.low > LOSS
 
     @property
     def may_be_loss(self) -> bool:
         """The interval reaches beyond LOSS, but does not lie above it: more pairs are needed to tell."""
-        return self.low <= LOSS < self.high
+        return self.pairs >= ENOUGH and self.low <= LOSS < self.high
 
 
 def order(arms: Sequence[Thing], index: int) -> list[Thing]:

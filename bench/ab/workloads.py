@@ -140,12 +140,11 @@ def trace(path: Path, seconds: float) -> Load:
             if row["timestamp"] >= seconds * 1000:
                 break
             tokens = min(TRACE_TOKENS, max(1, row["input_length"] // TRACE_SCALE))
-            whole, rest = divmod(tokens, CHUNK)
-            # The last chunk is cut shorter than the trace has it; it is the request's own.
+            whole, rest = divmod(tokens - 1, CHUNK)
+            # The last chunk is cut shorter than the trace has it, so it is the request's own.
             shared = row["hash_ids"][:whole]
-            rows.append(
-                _row(row["timestamp"] / 1000, shared, number, rest + (whole - len(shared)) * CHUNK or 1)
-            )
+            own = rest + 1 + (whole - len(shared)) * CHUNK
+            rows.append(_row(row["timestamp"] / 1000, shared, number, own))
     return Load(path.stem, tuple(rows))
 
 
@@ -191,7 +190,6 @@ def matrix(traces: Path) -> tuple[list[Cell], dict[str, str]]:
             "5 requests a second, one 4k system prompt, after a restart: only the first second has anything"
             " to share (prefix_repetition)",
             poisson(),
-            quick=True,
         ),
         Cell("no sharing", "16 different 4k prefixes at once: pure overhead", distinct(), quick=True),
         Cell(
