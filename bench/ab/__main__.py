@@ -89,7 +89,9 @@ def _measure(
                     bench = Bench(running, set_link, stack.folder, filled, say)
                     while waiting and time.monotonic() - started < minutes * 60:
                         cell = waiting.pop(0)
-                        run.cells.append(results.CellResult(cell, bench.measure(cell, pairs, most, YOUNG_S)))
+                        measured = results.CellResult(cell, bench.measure(cell, pairs, most, YOUNG_S))
+                        run.cells.append(measured)
+                        console.print(measured.line(), highlight=False, markup=False)
                         progress.advance(task)
                         run.minutes = (time.monotonic() - started) / 60
                         run.write(out / "results.json")

@@ -57,6 +57,15 @@ class CellResult:
         pooled = [t for r in self.of(arm) for t in r.ttft_s]
         return [float(q) for q in np.quantile(pooled, np.linspace(0, 1, CDF_POINTS))]
 
+    def line(self) -> str:
+        """Median TTFT of every arm in one line, and its ratio to stock."""
+        arms = (
+            f"{arm} {self.middle(arm, 'median_s'):.3f} s"
+            + ("" if arm == STOCK else f" (x {self.ratio(arm, 'median_s').value:.2f})")
+            for arm in self.arms
+        )
+        return f"{self.cell.name}, {len(self.of(STOCK))} pairs: {', '.join(arms)}"
+
     def as_json(self) -> dict[str, Any]:
         cell = {k: v for k, v in asdict(self.cell).items() if k not in ("load", "alone", "quick")}
         arms = {

@@ -68,10 +68,9 @@ def test_a_stopped_run_says_so_and_what_is_missing() -> None:
 
 
 def test_a_report_is_complete_and_small(tmp_path: Path) -> None:
-    rows = [0.1, 0.2, 0.3, 0.4, 0.5]
-    arms = {"stock": rows, "off": rows, "shadow": rows, "attach": rows, "park": rows}
-    cells = [cell(f"workload {i}", **arms) for i in range(28)]
-    report.write(run(*cells, cell("<b>", **dict.fromkeys(arms, [1.0]))), tmp_path)
+    arms = ("stock", "off", "shadow", "attach", "park")
+    cells = [cell(f"workload {i}", **{arm: [0.1, 0.2, 0.3, 0.4, 0.5] for arm in arms}) for i in range(28)]
+    report.write(run(*cells, cell("<b>", **{arm: [1.0] for arm in arms})), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {
         "results.json",
         "report.html",
