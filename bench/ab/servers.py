@@ -46,12 +46,13 @@ class Setup:
 
     Attributes:
         recv_threads: VLLM_MOONCAKE_LOAD_RECV_THREADS; vLLM's default is 1.
-        kv_blocks: size of the KV cache in blocks of 32 tokens; None: 1 GiB, room for every cell.
+        kv_blocks: size of the KV cache in blocks of 32 tokens (64 KiB). The default has room for the burst of
+            64, each request with a copy of its own, and not more: five servers share this machine's memory.
         limited: with the in-process limiter in the connector (`limited.py`).
     """
 
     recv_threads: int = 1
-    kv_blocks: int | None = None
+    kv_blocks: int = 64 * (4096 // 32 + 2) + 1
     limited: bool = False
 
 
@@ -122,8 +123,7 @@ def serving(
     or ours passes through to stock."""
     settings = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "8192"]
     settings += ["--max-num-batched-tokens", "8192", "--max-num-seqs", "128", "--disable-uvicorn-access-log"]
-    if setup.kv_blocks is not None:
-        settings += ["--num-gpu-blocks-override", str(setup.kv_blocks)]
+    settings += ["--num-gpu-blocks-override", str(setup.kv_blocks)]
     running: dict[str, Server] = {}
     started: list[tuple[Server, subprocess.Popen[bytes], Path]] = []
     with contextlib.ExitStack() as processes:
