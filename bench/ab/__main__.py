@@ -2,102 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import itertools
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.ab import limited, report, results, servers, workloads
-from bench.ab.link import LinkError, shaped_link
-from bench.ab.rounds import Bench, SetLink
-from bench.ab.workloads import Cell
-from singleflight.embedded import EmbeddedError, Stack
+from bench.ab import report, results, servers, workloads
+from bench.ab.run import Plan, measure
+from singleflight.embedded import EmbeddedError
 from singleflight.tiny_model import ModelError
 
 console = Console(stderr=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-SEGMENT_MB = 2048
-YOUNG_S = 20.0
-"""A cell gets more pairs than it must have while it has taken less than this."""
-
-
-@contextlib.contextmanager
-def _stack(real_link: bool) -> Iterator[tuple[Stack, SetLink, str, bool]]:
-    """The stack, what sets its link, a sentence about the link, and whether the limiter stands in for it."""
-    with contextlib.ExitStack() as held:
-        link, reason = None, "asked for by --no-link"
-        if real_link:
-            try:
-                link = held.enter_context(shaped_link())
-            except LinkError as error:
-                reason = str(error)
-        if link is None:
-            stack = held.enter_context(Stack(segment_mb=SEGMENT_MB))
-            says = f"No real link ({reason}): an in-process limiter before every Get, in all arms alike."
-        else:
-            ends = {"host": link.near, "node_host": link.far, "node_enter": link.enter}
-            stack = held.enter_context(Stack(segment_mb=SEGMENT_MB, **ends))
-            says = (
-                "Link: the store node in a network namespace of its own, a veth pair, `tc tbf` on both ends;"
-                " latency, where a workload has any, is added in the process."
-            )
-        limit_file = stack.folder / "limit.json"
-
-        def set_link(gbit_s: float | None, latency_s: float) -> None:
-            if link is not None:
-                link.shape(gbit_s)
-            limited.write(limit_file, None if link else gbit_s, latency_s)
-
-        set_link(None, 0.0)
-        yield stack, set_link, says, link is None
-
-
-def _measure(
-    cells: list[Cell], arms: list[str], run: results.Results, out: Path, pairs: int, most: int,
-    minutes: float, real_link: bool,
-) -> None:  # fmt: skip
-    started = time.monotonic()
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} workloads"), TimeElapsedColumn(), console=console,
-    )  # fmt: skip
-    with _stack(real_link) as (stack, set_link, says, stand_in), progress:
-        run.link = says
-        task = progress.add_task("starting", total=len(cells))
-
-        def say(text: str) -> None:
-            progress.update(task, description=text)
-
-        filled: set[str] = set()
-        for setup, group in itertools.groupby(cells, key=lambda cell: cell.setup):
-            waiting = list(group)
-            if time.monotonic() - started < minutes * 60:
-                say(f"starting {len(arms)} servers")
-                actual = replace(setup, limited=setup.limited or stand_in)
-                with servers.serving(stack, arms, actual, stack.folder / "limit.json") as running:
-                    bench = Bench(running, set_link, stack.folder, filled, say)
-                    while waiting and time.monotonic() - started < minutes * 60:
-                        cell = waiting.pop(0)
-                        measured = results.CellResult(cell, bench.measure(cell, pairs, most, YOUNG_S))
-                        run.cells.append(measured)
-                        console.print(measured.line(), highlight=False, markup=False)
-                        progress.advance(task)
-                        run.minutes = (time.monotonic() - started) / 60
-                        run.write(out / "results.json")
-            for cell in waiting:
-                run.left_out[cell.name] = f"the {minutes:g} minutes of --minutes were over"
-    run.finished = True
 
 
 @app.command()
@@ -138,16 +59,15 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python -m bench.ab", *sys.argv[1:]])
     run = results.Results(command, "", today, environment, left_out={} if quick or only else left_out)
-    code = 1
     try:
-        _measure(cells, chosen, run, folder, pairs, max(pairs, most), minutes, link)
-        code = 0
+        measure(Plan(cells, chosen, pairs, max(pairs, most), minutes, link), run, folder, console)
+        code = 1 if run.failed else 0
     except KeyboardInterrupt:
         code = 130
-    except (EmbeddedError, ModelError, RuntimeError, TimeoutError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
-    finally:
-        report.write(run, folder)
+    except (EmbeddedError, ModelError) as error:
+        code = 1
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+    report.write(run, folder)
     for sentence in results.words(run):
         typer.echo(sentence)
     if run.cells:

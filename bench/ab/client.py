@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.ab.servers import Server
+from singleflight.embedded import tail
 
 
 class LoadError(RuntimeError):
@@ -41,12 +42,10 @@ def drive(server: Server, load: Sequence[str]) -> list[float]:
     # A readiness check would send the first prompt, and so make its prefix warm.
     arguments += ["--ready-check-timeout-sec", "0", "--ignore-eos", "--temperature", "0"]
     arguments += ["--disable-tqdm", "--save-detailed", *load]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(io.StringIO()):
         result = main(_parser().parse_args(arguments))
     if result["failed"] or not result["completed"]:
-        errors = [error.strip().splitlines()[-1] for error in result["errors"] if error.strip()]
         raise LoadError(
-            f"{result['failed']} requests to arm {server.arm} failed: {errors[:1] or said.getvalue()[-300:]}"
+            f"{result['failed']} requests to arm {server.arm} failed; the server said: {tail(server.log, 5)}"
         )
     return list(result["ttfts"])

@@ -2,7 +2,7 @@
 machines where no shaped link can be made.
 
 The limits are read from a file before every Get, so
-that one server serves several of them; the file's path is in the environment.
+that one server serves several of them; its folder is in the environment.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from singleflight import arms
+from singleflight.demo import replace_file
 
+FILE = "limit.json"
 VARIABLE = "KVSF_BENCH_LIMIT"
 MODULE = "bench.ab.limited"
 """Give it as `kv_connector_module_path`: vLLM looks a name up there first, so both keep their names."""
 
 
-def write(path: Path, gbit_s: float | None, latency_s: float) -> None:
+def write(folder: Path, gbit_s: float | None, latency_s: float) -> None:
     """Set the limits: a rate that Gets share by taking turns, and a delay that each has for itself."""
-    half = path.with_suffix(".half")
-    half.write_text(json.dumps({"bytes_per_s": gbit_s and gbit_s * 1e9 / 8, "latency_s": latency_s}))
-    half.replace(path)
+    text = json.dumps({"bytes_per_s": gbit_s and gbit_s * 1e9 / 8, "latency_s": latency_s})
+    replace_file(folder / FILE, lambda scratch: scratch.write_text(text))
 
 
 class _LimitedStore:
@@ -40,7 +41,7 @@ class _LimitedStore:
         return getattr(self._store, name)
 
     def batch_get_into_multi_buffers(self, keys: list[str], addresses: Any, sizes: list[list[int]]) -> Any:
-        limit = json.loads(Path(os.environ[VARIABLE]).read_text())
+        limit = json.loads(Path(os.environ[VARIABLE], FILE).read_text())
         time.sleep(limit["latency_s"])
         if limit["bytes_per_s"]:
             with self.turn:

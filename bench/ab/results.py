@@ -88,6 +88,7 @@ class Results:
         link: one sentence: what stands between engines and store.
         left_out: what was not measured -> why.
         finished: False while the run is going on, and for ever if it was stopped.
+        failed: whether a workload is left out because it failed.
     """
 
     command: str
@@ -97,6 +98,7 @@ class Results:
     cells: list[CellResult] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     finished: bool = False
+    failed: bool = False
     minutes: float = 0.0
 
     def write(self, path: Path) -> None:

@@ -57,12 +57,13 @@ class Setup:
 
 
 class Server:
-    """Attributes: `arm`, `url`."""
+    """Attributes: `arm`, `url`, `model` (its folder), `log` (what it has said)."""
 
-    def __init__(self, arm: str, host: str, port: int, model: Path) -> None:
+    def __init__(self, arm: str, host: str, port: int, stack: embedded.Stack) -> None:
         self.arm = arm
         self.url = f"http://{host}:{port}"
-        self.model = model
+        self.model = stack.model
+        self.log = stack.folder / f"server-{arm}-{port}.log"
 
     def ask(self, path: str, body: bytes | None = None) -> str:
         with urllib.request.urlopen(urllib.request.Request(self.url + path, body), timeout=30) as answer:
@@ -116,16 +117,14 @@ def _free_ports(host: str, count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def serving(
-    stack: embedded.Stack, chosen: Sequence[str], setup: Setup, limit_file: Path
-) -> Iterator[dict[str, Server]]:
+def serving(stack: embedded.Stack, chosen: Sequence[str], setup: Setup) -> Iterator[dict[str, Server]]:
     """A server for each chosen arm, ready. EmbeddedError, with the log's last lines, if one does not start
     or ours passes through to stock."""
     settings = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "8192"]
     settings += ["--max-num-batched-tokens", "8192", "--max-num-seqs", "128", "--disable-uvicorn-access-log"]
     settings += ["--num-gpu-blocks-override", str(setup.kv_blocks)]
     running: dict[str, Server] = {}
-    started: list[tuple[Server, subprocess.Popen[bytes], Path]] = []
+    started: list[tuple[Server, subprocess.Popen[bytes]]] = []
     with contextlib.ExitStack() as processes:
         for arm, port in zip(chosen, _free_ports(stack.host, len(chosen)), strict=True):
             argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(stack.model)]
@@ -135,16 +134,14 @@ def serving(
                 PYTHONPATH=str(REPOSITORY),
                 VLLM_SERVER_DEV_MODE="1",
                 VLLM_MOONCAKE_LOAD_RECV_THREADS=str(setup.recv_threads),
-                **{limited.VARIABLE: str(limit_file)},
+                **{limited.VARIABLE: str(stack.folder)},
             )
-            log = stack.folder / f"server-{arm}-{port}.log"
-            server = Server(arm, stack.host, port, stack.model)
-            process = processes.enter_context(embedded.spawned(argv, env=env, log=log, stop_timeout_s=30))
-            started.append((server, process, log))
-        for server, process, log in started:
+            server = Server(arm, stack.host, port, stack)
+            started.append((server, processes.enter_context(embedded.spawned(argv, env=env, log=server.log))))
+        for server, process in started:
             what = f"the server of arm {server.arm}"
-            embedded.wait_until(server.answers, process, what, log, START_TIMEOUT_S)
-            if "passes through to the stock connector" in log.read_text(errors="replace"):
-                raise embedded.EmbeddedError(f"{what} passes through to stock: {embedded.tail(log)}")
+            embedded.wait_until(server.answers, process, what, server.log, START_TIMEOUT_S)
+            if "passes through to the stock connector" in server.log.read_text(errors="replace"):
+                raise embedded.EmbeddedError(f"{what} passes through to stock: {embedded.tail(server.log)}")
             running[server.arm] = server
         yield running
