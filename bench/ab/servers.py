@@ -24,6 +24,13 @@ REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
 RESET_TIMEOUT_S = 60.0
 STOCK = "stock"
+TCP_QUEUE = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "120000",
+}
+"""For all arms alike. With what Mooncake 0.3.13 has by default (1,024), stock's Gets fail (-800) as soon as
+several receive threads load at once; later versions have these: github.com/kvcache-ai/Mooncake/pull/3710."""
 COUNTERS = {
     "gets": ("vllm:mooncake_store_operation_total", "load_get"),
     "get_bytes": ("vllm:mooncake_store_operation_bytes_total", "load_get"),
@@ -133,6 +140,7 @@ def serving(stack: embedded.Stack, chosen: Sequence[str], setup: Setup) -> Itera
             env = stack.env(
                 PYTHONPATH=str(REPOSITORY),
                 VLLM_SERVER_DEV_MODE="1",
+                **TCP_QUEUE,
                 VLLM_MOONCAKE_LOAD_RECV_THREADS=str(setup.recv_threads),
                 **{limited.VARIABLE: str(stack.folder)},
             )
