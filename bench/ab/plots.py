@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,14 @@ def _pyplot() -> Any:
 
 
 def _save(figure: Any, path: Path) -> None:
-    replace_file(path, lambda scratch: figure.savefig(scratch, dpi=DPI))
+    """As a PNG of few colours: reports are committed, so they have to be small."""
+    from PIL import Image
+
+    full = io.BytesIO()
+    figure.savefig(full, dpi=DPI)
     _pyplot().close(figure)
+    small = Image.open(full).convert("RGB").quantize(48)
+    replace_file(path, lambda scratch: small.save(scratch, optimize=True))
 
 
 def cdfs(path: Path, cells: Sequence[CellResult]) -> None:

@@ -22,7 +22,7 @@ from bench.ab.workloads import Cell
 from singleflight import demo
 
 MEASURES = ("median_s", "p99_s", "max_s")
-CDF_POINTS = 41
+CDF_POINTS = 21
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class CellResult:
         arms = {
             arm: {
                 **{m: self.middle(arm, m) for m in MEASURES},
-                "rounds": [{**figures(r.ttft_s), **r.counts} for r in self.of(arm)],
+                "rounds": {m: self.values(arm, m) for m in MEASURES},
+                "counts": {name: self.count(arm, name) for name in self.of(arm)[0].counts},
                 "ttft_quantiles_s": self.cdf(arm),
             }
             for arm in self.arms
@@ -108,8 +109,8 @@ class Results:
             "words": words(self),
         }
         text = json.dumps(_rounded(data), separators=(",", ":"))
-        # One line for each cell and round: small, and still a diff that can be read.
-        text = re.sub(r'(\{"(?:name|median_s)":)', r"\n\1", text) + "\n"
+        # One line for each cell and arm: small, and still a diff that can be read.
+        text = re.sub(r'(\{"name":|"\w+":\{"median_s":\d)', r"\n\1", text) + "\n"
         demo.replace_file(path, lambda scratch: scratch.write_text(text))
 
 

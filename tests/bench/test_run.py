@@ -32,7 +32,7 @@ def test_a_burst_of_eight_through_stock_and_attach(tmp_path: Path) -> None:
     assert data["link"].startswith("No real link (asked for by --no-link)")
     (cell,) = data["cells"]
     assert cell["requests"] == 8
-    stock, attach = (cell["arms"][arm]["rounds"][0] for arm in ("stock", "attach"))
+    stock, attach = (cell["arms"][arm]["counts"] for arm in ("stock", "attach"))
     # Whoever comes while a load runs attaches to it, whoever comes later finds the prefix local.
     assert (attach["gets"], attach["get_bytes"]) == (1, 4096 * 2048)
     assert stock["gets"] > 1
