@@ -5,6 +5,7 @@
 #   make test                       every test
 #   make loop                       record a live engine, gate the recording, restart with `auto`
 #   make faults                     the failure-injection suite alone
+#   make bench                      A/B time to first token against stock, 40 minutes; QUICK=1: under 10
 #   make lint                       ruff, mypy, import-linter
 #   make clean                      removes .venv and what the commands wrote
 
@@ -13,9 +14,10 @@ CONNECTOR_EXTRA ?= cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.installed-demo-$(CONNECTOR_EXTRA)
+BENCH_STAMP := $(VENV)/.installed-bench-$(CONNECTOR_EXTRA)
 TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 
-.PHONY: demo test loop faults lint clean
+.PHONY: demo test loop faults bench lint clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -36,6 +38,10 @@ loop: $(TEST_STAMP)
 faults: $(TEST_STAMP)
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
+# The hash seed makes the client's prompts the same in every run. BENCH_ARGS: see `python -m bench.ab --help`.
+bench: $(BENCH_STAMP)
+	PYTHONHASHSEED=0 $(BIN)/python -m bench.ab $(if $(QUICK),--quick) $(BENCH_ARGS)
+
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,9 +52,13 @@ $(DEMO_STAMP): pyproject.toml .ci/setup
 	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),plot'
 	@touch $@
 
+$(BENCH_STAMP): pyproject.toml .ci/setup
+	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),bench'
+	@touch $@
+
 $(TEST_STAMP): pyproject.toml .ci/setup
 	.ci/setup $(VENV) '$(CONNECTOR_EXTRA),all,test,lint'
-	@touch $@ $(DEMO_STAMP)
+	@touch $@ $(DEMO_STAMP) $(BENCH_STAMP)
 
 clean:
 	rm -rf $(VENV) demo-out loop-out

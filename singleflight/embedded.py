@@ -41,13 +41,13 @@ class EmbeddedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports on 127.0.0.1; 0 means: choose a free one."""
+    """TCP ports on one address; 0 means: choose a free one."""
 
     rpc: int = 0
     metadata: int = 0
     metrics: int = 0
 
-    def chosen(self) -> Ports:
+    def chosen(self, host: str = LOOPBACK) -> Ports:
         """All three settled. EmbeddedError names a wished-for port that is taken."""
         sockets = []
         try:
@@ -56,7 +56,7 @@ class Ports:
                 sock = socket.socket()
                 sockets.append(sock)
                 try:
-                    sock.bind((LOOPBACK, wish))
+                    sock.bind((host, wish))
                 except OSError as error:
                     raise EmbeddedError(
                         f"port {wish} for the master's {name} server cannot be used ({error.strerror});"
@@ -147,8 +147,8 @@ def _answers_http(url: str) -> bool:
         return False
 
 
-def _answers_tcp(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
+def _answers_tcp(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
         return True
     return False
 
@@ -186,12 +186,19 @@ class Stack:
         ports: the master's; see `Ports`.
         segment_mb: memory of the store node, MiB; the only place where objects are.
         folder: logs, sockets and the Mooncake JSON; removed at the end.
+        host: address of the master and of the engines.
+        node_host: address of the store node.
+        node_enter: command that the store node is started through, such as `ip netns exec NAME`, to have it
+            at the far end of a link; `host` must be reachable from there.
         model: folder of the tiny model, made once and cached (`tiny_model.py`).
     """
 
     ports: Ports = field(default_factory=Ports)
     segment_mb: int = 1024
     local_buffer_mb: int = 64
+    host: str = LOOPBACK
+    node_host: str = LOOPBACK
+    node_enter: tuple[str, ...] = ()
     folder: Path = field(init=False)
     model: Path = field(init=False)
     master: subprocess.Popen[bytes] = field(init=False)
@@ -206,7 +213,7 @@ class Stack:
             # Short, because vLLM puts UNIX sockets there and their paths have a limit.
             self.folder = Path(tempfile.mkdtemp(prefix="kvsf-"))
             exit_stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            self.ports = self.ports.chosen()
+            self.ports = self.ports.chosen(self.host)
             self._write_config()
             self.master = exit_stack.enter_context(self._start_master(binary))
             self.store_node = exit_stack.enter_context(self._start_store_node())
@@ -226,21 +233,21 @@ class Stack:
     def env(self, **more: str) -> dict[str, str]:
         """The environment for a process that runs vLLM against this stack.
 
-        One hash seed for all, since block hashes must agree between processes; everything on loopback.
+        One hash seed for all, since block hashes must agree between processes; everything on `host`.
         `more` wins.
         """
         sockets = tempfile.mkdtemp(prefix="s", dir=self.folder)  # one engine's sockets never meet another's
         return {
             **os.environ,
             "MOONCAKE_CONFIG_PATH": str(self.config_path),
-            "VLLM_HOST_IP": LOOPBACK,
+            "VLLM_HOST_IP": self.host,
             "VLLM_RPC_BASE_PATH": sockets,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
             "PYTHONHASHSEED": "0",
-            "MC_TCP_BIND_ADDRESS": LOOPBACK,
+            "MC_TCP_BIND_ADDRESS": self.host,
             "MC_LOG_LEVEL": "ERROR",
             "GLOG_minloglevel": "2",
             **more,
@@ -248,8 +255,8 @@ class Stack:
 
     def _write_config(self) -> None:
         engine = {
-            "metadata_server": f"http://{LOOPBACK}:{self.ports.metadata}/metadata",
-            "master_server_address": f"{LOOPBACK}:{self.ports.rpc}",
+            "metadata_server": f"http://{self.host}:{self.ports.metadata}/metadata",
+            "master_server_address": f"{self.host}:{self.ports.rpc}",
             "protocol": "tcp",
             "device_name": "",
             # The engine brings no memory of its own: all objects are on the store node.
@@ -258,7 +265,12 @@ class Stack:
             "local_buffer_size": self.local_buffer_mb << 20,
         }
         self.config_path.write_text(json.dumps(engine, indent=2))
-        node = {**engine, "mode": "embedded", "global_segment_size": self.segment_mb << 20}
+        node = {
+            **engine,
+            "mode": "embedded",
+            "local_hostname": self.node_host,
+            "global_segment_size": self.segment_mb << 20,
+        }
         (self.folder / "node.json").write_text(json.dumps(node, indent=2))
 
     @contextlib.contextmanager
@@ -266,18 +278,21 @@ class Stack:
         ports, log = self.ports, self.folder / "master.log"
         argv = [
             binary,
-            f"--rpc_address={LOOPBACK}",
+            f"--rpc_address={self.host}",
             f"--rpc_port={ports.rpc}",
             "--enable_http_metadata_server=true",
-            f"--http_metadata_server_host={LOOPBACK}",
+            f"--http_metadata_server_host={self.host}",
             f"--http_metadata_server_port={ports.metadata}",
             f"--metrics_host={LOOPBACK}",
             f"--metrics_port={ports.metrics}",
         ]
         with spawned(argv, log=log) as process:
-            metadata = f"http://{LOOPBACK}:{ports.metadata}/metadata?key=ready"
+            metadata = f"http://{self.host}:{ports.metadata}/metadata?key=ready"
             wait_until(
-                lambda: _answers_tcp(ports.rpc) and _answers_http(metadata), process, "mooncake_master", log
+                lambda: _answers_tcp(self.host, ports.rpc) and _answers_http(metadata),
+                process,
+                "mooncake_master",
+                log,
             )
             yield process
 
@@ -285,6 +300,7 @@ class Stack:
     def _start_store_node(self) -> Iterator[subprocess.Popen[bytes]]:
         log, ready = self.folder / "store_node.log", self.folder / "store_node.ready"
         argv = [
+            *self.node_enter,
             sys.executable,
             "-m",
             "singleflight.store_node",
@@ -292,6 +308,6 @@ class Stack:
             "--ready",
             str(ready),
         ]
-        with spawned(argv, log=log, env=self.env()) as process:
+        with spawned(argv, log=log, env=self.env(MC_TCP_BIND_ADDRESS=self.node_host)) as process:
             wait_until(ready.exists, process, "the store node", log)
             yield process

@@ -24,7 +24,7 @@ def main() -> int:
 
     store = MooncakeDistributedStore()
     code = store.setup(
-        "127.0.0.1",
+        config["local_hostname"],
         config["metadata_server"],
         config["global_segment_size"],
         config["local_buffer_size"],

@@ -1,0 +1,155 @@
+"""One OpenAI server for each arm, all against one stack; all are alive, and all but the one measured idle.
+
+On the CPU wheel `vllm serve` does not start; `python -m vllm.entrypoints.openai.api_server` is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.ab import limited
+from connector_patch.config import Mode
+from singleflight import arms, embedded
+
+REPOSITORY = Path(__file__).parents[2]
+START_TIMEOUT_S = 240.0
+RESET_TIMEOUT_S = 60.0
+STOCK = "stock"
+TCP_QUEUE = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "120000",
+}
+"""For all arms alike. With what Mooncake 0.3.13 has by default (1,024), stock's Gets fail (-800) as soon as
+several receive threads load at once; later versions have these: github.com/kvcache-ai/Mooncake/pull/3710."""
+COUNTERS = {
+    "gets": ("vllm:mooncake_store_operation_total", "load_get"),
+    "get_bytes": ("vllm:mooncake_store_operation_bytes_total", "load_get"),
+    "get_s": ("vllm:mooncake_store_operation_time_seconds_sum", "load_get"),
+    "external_tokens": ("vllm:external_prefix_cache_hits_total", ""),
+    "local_tokens": ("vllm:prefix_cache_hits_total", ""),
+    "attached": ("vllm:singleflight_requests_total", 'event="attached"'),
+}
+"""What a server's own /metrics say: our name -> the series' name, and a text its labels contain."""
+
+
+def names() -> list[str]:
+    """Every arm this version has: stock, and ours in each of its modes (but `auto`, which is one of them)."""
+    return [STOCK, *(mode.value for mode in Mode if mode.value != "auto")]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What servers are started with; cells that agree in it share their servers.
+
+    Attributes:
+        recv_threads: VLLM_MOONCAKE_LOAD_RECV_THREADS; vLLM's default is 1.
+        kv_blocks: size of the KV cache in blocks of 32 tokens (64 KiB). The default has room for the burst of
+            64, each request with a copy of its own, and not more: five servers share this machine's memory.
+        limited: with the in-process limiter in the connector (`limited.py`).
+    """
+
+    recv_threads: int = 1
+    kv_blocks: int = 64 * (4096 // 32 + 2) + 1
+    limited: bool = False
+
+
+class Server:
+    """Attributes: `arm`, `url`, `model` (its folder), `log` (what it has said)."""
+
+    def __init__(self, arm: str, host: str, port: int, stack: embedded.Stack) -> None:
+        self.arm = arm
+        self.url = f"http://{host}:{port}"
+        self.model = stack.model
+        self.log = stack.folder / f"server-{arm}-{port}.log"
+
+    def ask(self, path: str, body: bytes | None = None) -> str:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, body), timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def answers(self) -> bool:
+        try:
+            self.ask("/health")
+        except OSError:
+            return False
+        return True
+
+    def cold(self) -> None:
+        """Empty the local prefix cache; the store keeps what it has. TimeoutError if vLLM keeps refusing.
+
+        vLLM refuses while store jobs still read blocks, so that success also says: every put is done.
+        """
+        limit = time.monotonic() + RESET_TIMEOUT_S
+        while not json.loads(self.ask("/reset_prefix_cache", b""))["success"]:
+            if time.monotonic() > limit:
+                raise TimeoutError(f"the server of arm {self.arm} did not reset its prefix cache")
+            time.sleep(0.02)
+
+    def counters(self) -> dict[str, float]:
+        """COUNTERS as they stand; 0 for a series that does not exist yet."""
+        counts = dict.fromkeys(COUNTERS, 0.0)
+        for line in self.ask("/metrics").splitlines():
+            for name, (series, label) in COUNTERS.items():
+                if line.startswith(series + "{") and label in line:
+                    counts[name] += float(line.rpartition(" ")[2])
+        return counts
+
+
+def _transfer(arm: str, setup: Setup) -> dict[str, object]:
+    transfer: dict[str, object] = {
+        "kv_connector": arms.STOCK if arm == STOCK else arms.OURS,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {} if arm == STOCK else {"singleflight": {"mode": arm}},
+    }
+    if setup.limited:
+        transfer["kv_connector_module_path"] = limited.MODULE
+    return transfer
+
+
+def _free_ports(host: str, count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind((host, 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+@contextlib.contextmanager
+def serving(stack: embedded.Stack, chosen: Sequence[str], setup: Setup) -> Iterator[dict[str, Server]]:
+    """A server for each chosen arm, ready. EmbeddedError, with the log's last lines, if one does not start
+    or ours passes through to stock."""
+    settings = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "8192"]
+    settings += ["--max-num-batched-tokens", "8192", "--max-num-seqs", "128", "--disable-uvicorn-access-log"]
+    settings += ["--num-gpu-blocks-override", str(setup.kv_blocks)]
+    running: dict[str, Server] = {}
+    started: list[tuple[Server, subprocess.Popen[bytes]]] = []
+    with contextlib.ExitStack() as processes:
+        for arm, port in zip(chosen, _free_ports(stack.host, len(chosen)), strict=True):
+            argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(stack.model)]
+            argv += ["--host", stack.host, "--port", str(port), *settings]
+            argv += ["--kv-transfer-config", json.dumps(_transfer(arm, setup))]
+            env = stack.env(
+                PYTHONPATH=str(REPOSITORY),
+                VLLM_SERVER_DEV_MODE="1",
+                **TCP_QUEUE,
+                VLLM_MOONCAKE_LOAD_RECV_THREADS=str(setup.recv_threads),
+                **{limited.VARIABLE: str(stack.folder)},
+            )
+            server = Server(arm, stack.host, port, stack)
+            started.append((server, processes.enter_context(embedded.spawned(argv, env=env, log=server.log))))
+        for server, process in started:
+            what = f"the server of arm {server.arm}"
+            embedded.wait_until(server.answers, process, what, server.log, START_TIMEOUT_S)
+            if "passes through to the stock connector" in server.log.read_text(errors="replace"):
+                raise embedded.EmbeddedError(f"{what} passes through to stock: {embedded.tail(server.log)}")
+            running[server.arm] = server
+        yield running
