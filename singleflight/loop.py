@@ -25,11 +25,11 @@ from .arms import OURS, Arm, arm
 from .embedded import EmbeddedError, Stack
 from .tiny_model import ModelError
 
-BURSTS = 6
+BURSTS = 4
 FAN_IN = 8
-PREFIX_TOKENS = 1024
-BYTES_PER_S = 10e6
-"""A prefix is 2 MB on the tiny model: 0.2 s a load."""
+PREFIX_TOKENS = 512
+BYTES_PER_S = 5e6
+"""A prefix is 1 MB on the tiny model: 0.2 s a load."""
 TOKEN_BYTES = 2048
 """KV bytes a token of the tiny model: 4 layers, keys and values, one head of 64, float32."""
 BLOCK_TOKENS = 32

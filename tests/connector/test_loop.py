@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # five engines, one after the other
 def test_the_loop(stack: Stack, tmp_path: Path) -> None:
     bursty, unique = loop.run(stack, tmp_path, lambda text: None)
     assert bursty.problems() == unique.problems() == []
@@ -40,9 +41,9 @@ GOOD = Turn("bursty", RECORDED, True, [], replace(RECORDED, mode="attach", gets=
     ("turn", "sentence"),
     [
         (replace(GOOD, enable=False), "bursty: the verdict is no"),
-        (replace(GOOD, recorded=replace(RECORDED, gets=47)), "did 47 Gets, not 48"),
+        (replace(GOOD, recorded=replace(RECORDED, gets=31)), "did 31 Gets, not 32"),
         (replace(GOOD, after=replace(GOOD.after, mode="shadow")), "bursty: auto chose shadow"),
-        (replace(GOOD, after=replace(GOOD.after, gets=48)), "there were 48 Gets, not 6"),
+        (replace(GOOD, after=replace(GOOD.after, gets=32)), "there were 32 Gets, not 4"),
         (replace(GOOD, after=replace(GOOD.after, tokens={})), "bursty: the tokens differ"),
         (replace(GOOD, workload="no reuse", after=RECORDED), "no reuse: the verdict is yes"),
     ],
