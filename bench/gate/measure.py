@@ -59,7 +59,7 @@ class Setting:
         )
 
 
-SETTINGS = {"latency": Setting(THREADS, 4.0, None), "link": Setting(1, 0.0, 8e6)}
+SETTINGS = {"latency": Setting(THREADS, 3.6, None), "link": Setting(1, 0.0, 8e6)}
 
 
 def slices(folder: Path) -> dict[str, list[tuple[float, list[int]]]]:
