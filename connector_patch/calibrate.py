@@ -188,21 +188,21 @@ def main() -> int:
     parser.add_argument("--mooncake-config", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    figures = Figures().measured(**coordination())
-    notes = [
-        f"Coordination: attach mode less stock, median of {PASSES} passes of {IN_FLIGHT} requests with runs"
-        f" of {RUNS[0]} and {RUNS[1]} blocks, each leading a load of its own."
-    ]
-    if args.mooncake_config is not None:
+    figures, notes = Figures(), []
+    if args.mooncake_config is not None:  # first, since it may not be there
         from . import calibrate_store
 
         try:
-            measured = calibrate_store.measure(args.mooncake_config, args.threads)
+            store = calibrate_store.measure(args.mooncake_config, args.threads)
         except calibrate_store.StoreError as fault:
             print(f"error: {fault}", flush=True)
             return 1
-        figures = figures.measured(**measured.figures())
-        notes.append(measured.note())
+        figures, notes = figures.measured(**store.figures()), [store.note()]
+    figures = figures.measured(**coordination())
+    notes.append(
+        f"Coordination: attach mode less stock, median of {PASSES} passes of {IN_FLIGHT} requests with runs"
+        f" of {RUNS[0]} and {RUNS[1]} blocks, each leading a load of its own."
+    )
     made_at = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     Calibration(figures, made_at, environment(), notes).write(args.out)
     return 0

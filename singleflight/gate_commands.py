@@ -71,6 +71,9 @@ def gate(
     _within("--scale", scale, 1 / MAX_SCALE, MAX_SCALE)
     _within("--window-ms", window_ms, 1e-3, 1e9)
     _within("--block-bytes", block_bytes, 1, 1e15)
+    picture = out.with_suffix(".png")
+    if picture == out:
+        raise typer.BadParameter(f"--out {out}; accepted: another ending, the plot goes to .png")
     try:
         header = recording.header_of(path)
         figures = calibration.read(calibrated).figures if calibrated else Figures()
@@ -86,33 +89,31 @@ def gate(
     columns = Columns.from_requests(reader)
     print_notices(reader)
     assert reader.block_size is not None
-    if block_bytes is not None:
-        figures = figures.given(kv_bytes_per_token=block_bytes / reader.block_size)
     window = Quantity(window_ms, "ms", Origin.GIVEN) if window_ms is not None else None
     if window is None and header is not None and (header.load_windows_ms or {}).get("p50"):
         window = Quantity((header.load_windows_ms or {})["p50"], "ms", Origin.MEASURED)
 
-    from rich.console import Console
-
-    from singleflight import gate_report
+    from singleflight import console, gate_report
     from singleflight.gate import Deployment, Gate
 
     one_routing: Any = routing.replace("-", "_")
     deployment = Deployment(instances, capacity, one_routing, scale, reader.block_size, window)
     try:
+        if block_bytes is not None:
+            figures = figures.given(kv_bytes_per_token=block_bytes / reader.block_size)
         gated = Gate(columns, deployment, figures, clock_is_fine=header is not None)
     except ValueError as fault:
         raise typer.BadParameter(str(fault)) from None
-    verdict = gate_report.verdict(gated, reader, model, gated.flip_s())
-    verdict.write(out)
-    picture = out.with_suffix(".png")
-    gate_report.plot(picture, gated, verdict)
+    with console.progress() as bar:
+        bar.add_task("simulating the deployment, and what is around it")
+        verdict = gate_report.verdict(gated, reader, model, gated.flip_s())
+        verdict.write(out)
+        gate_report.plot(picture, gated, verdict)
     if as_json:
         typer.echo(out.read_text(), nl=False)
         return
-    console = Console()
-    gate_report.show(console, verdict)
-    console.print(f"Written: {out}, {picture}", soft_wrap=True, highlight=False)
+    gate_report.show(console.out, verdict)
+    console.out.print(f"Written: {out}, {picture}", soft_wrap=True, highlight=False)
 
 
 def _within(option: str, value: float | None, low: float, high: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import stat
 import types
 import typing
 from dataclasses import dataclass
@@ -41,8 +42,7 @@ Number = Annotated[float, Between()]
 """Finite."""
 Amount = Annotated[float, Between(0)]
 Share = Annotated[float, Between(0, 1)]
-Count = Annotated[int, Between(0, 2**53)]
-Positive = Annotated[int, Between(1, 2**53)]
+Positive = Annotated[int, Between(1)]
 
 
 class Refused(ValueError):
@@ -85,11 +85,16 @@ def read(path: Path, schema: str, kind: type[T], known_keys_only: bool = True) -
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_BYTES:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would hold a server's start up
+            raise Refused(f"{path}: is not a regular file; give a JSON file")
+        if about.st_size > MAX_BYTES:
             raise Refused(f"{path}: is larger than {MAX_BYTES >> 20} MiB; give a file this program wrote")
         text = path.read_text(encoding="utf-8")
     except OSError as fault:
         raise Refused(f"{path}: {fault.strerror or fault}; give a file that can be read") from None
+    except Refused:
+        raise
     except UnicodeDecodeError:
         raise Refused(f"{path}: is not UTF-8; give a JSON file") from None
     except ValueError:  # a NUL in the name

@@ -244,6 +244,8 @@ class TestBadInput:
             ("--window-ms", "nan", "--window-ms nan; accepted"),
             ("--scale", 0, "--scale 0; accepted"),
             ("--block-bytes", -1, "--block-bytes -1; accepted"),
+            ("--block-bytes", 100, "kv_bytes_per_token.value: 0.195312 is not accepted"),
+            ("--out", "v.png", "--out v.png; accepted: another ending"),
             ("--instances", 0, "instances 0; accepted"),
             ("--capacity", 0, "capacity 0; accepted"),
             ("--routing", "random", "routing 'random'; accepted: round_robin, affinity"),
@@ -253,7 +255,7 @@ class TestBadInput:
     def test_a_value_out_of_range(
         self, agents: Path, option: str, value: object, says: str, tmp_path: Path
     ) -> None:
-        result = call("gate", agents, option, value, "--out", tmp_path / "v.json")
+        result = call("gate", agents, "--out", tmp_path / "v.json", option, value)
         assert result.exit_code == 2
         assert says in " ".join(result.stderr.replace("│", " ").split())
         assert list(tmp_path.iterdir()) == []

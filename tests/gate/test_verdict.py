@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,8 +80,9 @@ def test_a_bad_file_is_one_sentence(changed: Changed, key: str, value: Any, says
         (b'{"enable": NaN}', "NaN is not accepted; give finite numbers"),
         (b'{"enable": 1, "enable": 2}', "enable: is there twice"),
         (b"\xff\xfe", "is not UTF-8"),
-        (b"[" * 100_000, "is nested too deeply"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "out of all range"),
+        pytest.param(b"[" * 100_000, "is nested too deeply", id="deep"),
+        pytest.param(b" " * (2**24 + 1), "is larger than 16 MiB", id="large"),
+        pytest.param(b'{"a": ' + b"9" * 5000 + b"}", "out of all range", id="digits"),
     ],
 )
 def test_what_is_no_json_object_is_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
@@ -93,8 +95,10 @@ def test_what_is_no_json_object_is_one_sentence(tmp_path: Path, content: bytes, 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(VerdictError, match="No such file or directory; give a file that can be read"):
         verdict.read(tmp_path / "v.json")
-    with pytest.raises(VerdictError, match="Is a directory"):
-        verdict.read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for no_file in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(VerdictError, match="is not a regular file; give a JSON file"):
+            verdict.read(no_file)
     with pytest.raises(VerdictError, match="not a possible file name"):
         verdict.read(tmp_path / "v\0.json")
 
