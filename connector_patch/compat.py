@@ -130,6 +130,10 @@ def unwatchable(connector_scheduler: Any) -> str | None:
 
 def bytes_per_block(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Bytes of one KV block, all layers and all ranks."""
-    groups = kv_cache_config.kv_cache_groups
-    one_rank = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups)
-    return int(one_rank) * vllm_config.parallel_config.world_size
+    one_rank = 0
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        # A spec that stands for layers of several sizes has their sum already.
+        layers = 1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names)
+        one_rank += spec.page_size_bytes * layers
+    return one_rank * vllm_config.parallel_config.world_size
