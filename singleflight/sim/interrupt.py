@@ -42,7 +42,8 @@ def interrupts() -> Iterator[Interrupts]:
     hook = sys.unraisablehook
 
     def quiet(lost: Any) -> None:
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
+        # After a press, finalisers of what is being torn down have nothing to say that anybody can act on.
+        if not state.pressed:
             hook(lost)
 
     before = signal.signal(signal.SIGINT, state.on_signal)

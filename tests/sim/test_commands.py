@@ -224,7 +224,7 @@ class TestSweep:
         _, said = running.communicate(timeout=30)
         assert running.returncode == 130, said
         assert f"finished parts are in {out / output.PARTS}" in said
-        assert "Traceback" not in said
+        assert "Traceback" not in said, said
         kept = list((out / output.PARTS).iterdir())
         assert kept
         assert [path for path in out.rglob("*") if path.is_file() and path not in kept] == []
