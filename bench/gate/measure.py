@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from singleflight.console import orderly
 from singleflight.demo import environment, replace_file
 from singleflight.embedded import Stack, spawned, tail
 from singleflight.gate import Deployment, Gate
@@ -140,6 +141,11 @@ def compared(
             "enable": gate.enable,
         },
         "mean_ttft_s": {mode: float(each.mean()) for mode, each in ttft.items()},
+        # How late the engine's loop took arrivals in: where the modes differ in it, the machine was busier.
+        "mean_arrival_lag_s": {
+            mode: statistics.fmean(at - due for at, (due, _) in zip(result["arrived_s"], rows, strict=True))
+            for mode, result in (("shadow", shadow), ("attach", attach))
+        },
         "mean_ttft_saved_s": {"mean": float(saved.mean()), "low": float(low), "high": float(high)},
         # None: the 95 % interval over requests (bootstrap, BCa) has both signs.
         "sign_agrees": bool((gate.stated.costs.margin > 0) == (low > 0)) if low * high > 0 else None,
@@ -158,28 +164,35 @@ def main() -> None:
     args = parser.parse_args()
     of = slices(args.traces)
     results: dict[str, Any] = {}
-    with Stack(segment_mb=2048) as stack:
+    with orderly(), Stack(segment_mb=2048) as stack:
         for name in args.settings.split(","):
             setting = SETTINGS[name]
             shadow, attach = (run(stack, mode, setting, of, stack.folder) for mode in ("shadow", "attach"))
-            results[name] = {
-                "setting": asdict(setting),
-                "slices": {
-                    each: compared(setting, of[each], shadow[each], attach[each])
-                    for each in of
-                    if each in shadow and each in attach and shadow[each]["windows_s"]
-                },
-            }
-            document = {
-                "made_at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                "command": "python -m bench.gate.measure " + f"--settings {args.settings}",
-                "environment": environment(),
-                "results": results,
-            }
-            text = json.dumps(document, indent=1) + "\n"
-            replace_file(args.out, lambda scratch, text=text: scratch.write_text(text))
+            results[name] = side_by_side(setting, of, shadow, attach)
+            write(args.out, f"python -m bench.gate.measure --settings {args.settings}", results)
             print(json.dumps(results[name], indent=1))
     print(f"Written: {args.out}")
+
+
+def side_by_side(
+    setting: Setting, of: dict[str, Any], shadow: dict[str, Any], attach: dict[str, Any]
+) -> dict[str, Any]:
+    """The slices that both engines have replayed."""
+    whole = [name for name in of if name in shadow and name in attach and shadow[name]["windows_s"]]
+    rows = {name: compared(setting, of[name], shadow[name], attach[name]) for name in whole}
+    return {"setting": asdict(setting), "slices": rows}
+
+
+def write(out: Path, command: str, results: dict[str, Any]) -> None:
+    """The results, and what they were measured on."""
+    document = {
+        "made_at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": command,
+        "environment": environment(),
+        "results": results,
+    }
+    text = json.dumps(document, indent=1) + "\n"
+    replace_file(out, lambda scratch: scratch.write_text(text))
 
 
 if __name__ == "__main__":
