@@ -16,11 +16,17 @@ from typing import Any
 TAIL = [5, 6, 7, 8, 9, 10, 11, 12]
 """Tokens after the last block, so that every block of the trace is a full one and can be loaded."""
 STUCK_S = 120.0
+BASE = 2040
+"""Below the tiny model's vocabulary of 2,048."""
 
 
 def prompt(names: list[int], block: int) -> list[int]:
-    """Tokens of a request: each block's are drawn from its name."""
-    return [3 + (37 * name + 13 * i + name // 2040) % 2040 for name in names for i in range(block)] + TAIL
+    """Tokens of a request: each block begins with its name's digits, so that no two blocks are alike."""
+    return [
+        token
+        for name in names
+        for token in (3 + name // BASE**2, 3 + name // BASE % BASE, 3 + name % BASE, *([7] * (block - 3)))
+    ] + TAIL
 
 
 def main() -> None:
