@@ -17,19 +17,24 @@ DEMO_STAMP := $(VENV)/.installed-demo-$(CONNECTOR_EXTRA)
 BENCH_STAMP := $(VENV)/.installed-bench-$(CONNECTOR_EXTRA)
 TEST_STAMP := $(VENV)/.installed-test-$(CONNECTOR_EXTRA)
 
-.PHONY: demo test loop faults bench lint clean
+.PHONY: demo test test-simulator test-connector loop faults bench lint clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
 	$(BIN)/singleflight demo --out demo-out
 
-# More than one process: where numba is loaded, vLLM 0.32's CPU engine does not start (it scans all modules and
-# trips over llvmlite), and engine tests run in the test process. The fault suite is a third, with an engine of
-# its own.
+# Three processes: where numba is loaded, vLLM 0.32's CPU engine does not start (it scans all modules and trips over
+# llvmlite), and engine tests run in the test process; the fault suite has an engine of its own. Two at a time, since
+# what takes long is engines that start, each on one core.
 test: $(TEST_STAMP)
+	@echo 'Two suites at a time; each prints what it has to say when it has ended, after some ten minutes.'
+	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going faults test-simulator test-connector
+
+test-simulator: $(TEST_STAMP)
 	$(BIN)/python -m pytest tests/sim tests/traces tests/gate $(PYTEST_ARGS)
+
+test-connector: $(TEST_STAMP)
 	$(BIN)/python -m pytest --ignore=tests/sim --ignore=tests/traces --ignore=tests/gate --ignore=tests/faults $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
 # Takes numba and matplotlib, so what the tests take.
 loop: $(TEST_STAMP)

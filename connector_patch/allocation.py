@@ -31,12 +31,14 @@ def wrap(
     manager: KVCacheManager,
     plan_of: Callable[[str], Adoption | None],
     claimed_in_vain: Callable[[], int],
+    refused: Callable[[str], None],
 ) -> None:
     """Install the wrapper on this instance.
 
     `plan_of(request_id)` gives the plan made in this pass. `claimed_in_vain()` is how many of the blocks that
     vLLM reserves for prefills in flight belong to requests that fell back: they hold nothing and start
     again, but vLLM goes on counting them, and the first to load again would wait for itself.
+    `refused(request_id)` is told when there is no room for a request.
     """
     stock = manager.allocate_slots
 
@@ -47,7 +49,10 @@ def wrap(
         external = kwargs.get("num_external_computed_tokens", 0)
         # The scheduler may have dropped our answer since (it then asks for other numbers): no adoption.
         if plan is None or external != plan.external_tokens or not kwargs.get("delay_cache_blocks"):
-            return stock(request, *args, **kwargs)
+            blocks = stock(request, *args, **kwargs)
+            if blocks is None:
+                refused(request.request_id)
+            return blocks
         if not plan.still_valid():
             return None  # the scheduler tries again in its next pass, and gets a new plan
         local = kwargs["new_computed_blocks"].blocks[0]
@@ -56,6 +61,8 @@ def wrap(
         kwargs["num_external_computed_tokens"] = external - plan.tokens
         blocks = stock(request, *args, **kwargs)
         plan.allocated = blocks is not None
+        if blocks is None:
+            refused(request.request_id)
         return blocks
 
     manager.allocate_slots = allocate_slots  # type: ignore[method-assign]

@@ -82,6 +82,16 @@ class _Pending:
         return not self.loading and not self.waiting
 
 
+@dataclass(slots=True)
+class _Restart:
+    """A request that fell back and has not been allocated anything since."""
+
+    request: Request
+    refused: bool = False
+    """There was no room for it."""
+    stepped_back: bool = False
+
+
 class AttachScheduler:
     """One per engine; called by the scheduler's thread only."""
 
@@ -106,10 +116,9 @@ class AttachScheduler:
         # Requests that load nothing any more. A failed load is answered with 0 from then on, or vLLM
         # would look up and load the same broken key for ever (vllm-facts: 608 Gets in 4 s).
         self._no_load: set[str] = set()
-        # Requests that fell back and have not been allocated anything since (allocation.py says why).
-        self._restarting: dict[str, Request] = {}
+        self._restarting: dict[str, _Restart] = {}
         self._allocated: set[str] = set()  # in this pass
-        allocation.wrap(manager, self._plans.get, self._claimed_in_vain)
+        allocation.wrap(manager, self._plans.get, self._claimed_in_vain, self._refused)
 
     # -- one scheduling pass -----------------------------------------------------------------------------
 
@@ -121,6 +130,12 @@ class AttachScheduler:
         """
         request_id = request.request_id
         self._plans.pop(request_id, None)
+        restart = self._restarting.get(request_id)
+        if restart is not None and restart.refused and not restart.stepped_back:
+            # vLLM has kept its place before requests whose loads are complete: they would wait for room that
+            # only they can make. Asked to ask again, it goes back to those that hold nothing.
+            restart.stepped_back = True
+            return None, False
         if request_id in self._no_load or request.skip_reading_prefix_cache:
             return 0, False
         now = self._clock()
@@ -227,8 +242,9 @@ class AttachScheduler:
 
     # -- requests and operators --------------------------------------------------------------------------
 
-    def finished(self, request_id: str) -> None:
-        """vLLM has finished or aborted the request; it may still have a load in the air."""
+    def finished(self, request_id: str, aborted: bool = False) -> None:
+        """vLLM has finished or aborted the request (which of them is no matter here: a load in the air runs
+        on and is of use)."""
         self._plans.pop(request_id, None)
         self._no_load.discard(request_id)
         self._restarting.pop(request_id, None)
@@ -349,8 +365,13 @@ class AttachScheduler:
             # vLLM then takes it for a fresh waiting request, under either kv_load_failure_policy.
             self._manager.free(pending.request)
             pending.request.num_computed_tokens = 0
-            self._restarting[request_id] = pending.request
+            self._restarting[request_id] = _Restart(pending.request)
         return True
 
     def _claimed_in_vain(self) -> int:
-        return sum(-(-request.num_tokens // self._block_size) for request in self._restarting.values())
+        waiting = (restart.request for restart in self._restarting.values())
+        return sum(-(-request.num_tokens // self._block_size) for request in waiting)
+
+    def _refused(self, request_id: str) -> None:
+        if request_id in self._restarting:
+            self._restarting[request_id].refused = True

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreConnectorMetadata
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 from . import auto, compat, config, metrics
 from .attach import AttachScheduler
@@ -197,7 +198,8 @@ class SingleFlightMooncakeStoreConnector(MooncakeStoreConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.attach is not None:
-            self.attach.finished(request.request_id)
+            aborted = request.status is RequestStatus.FINISHED_ABORTED
+            self.attach.finished(request.request_id, aborted)
         if self.recorder is not None:
             full = request.num_prompt_tokens // self.recorder.block_size
             hashes = request.block_hashes[:full]

@@ -150,14 +150,17 @@ class ParkScheduler:
 
     # -- requests and operators --------------------------------------------------------------------------
 
-    def finished(self, request_id: str) -> None:
-        """vLLM has finished or aborted the request. What it was loading is never cached: nobody waits on."""
+    def finished(self, request_id: str, aborted: bool = False) -> None:
+        """vLLM has finished or aborted the request. What it was loading is never cached: nobody waits on.
+
+        That a client has left says nothing against the store; any other end in mid-load is a failed load.
+        """
         self._no_load.discard(request_id)
         self._served.discard(request_id)
         load = self._loads.pop(request_id, None)
         self.table.leave(request_id)
         if load is not None and load.generation is not None:
-            self._carry_out(self.table.fail(load.generation))
+            self._carry_out(self.table.fail(load.generation, charged=not aborted))
 
     def reset(self) -> None:
         """The caches are being reset: nobody waits for what is in the air."""

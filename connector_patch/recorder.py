@@ -28,6 +28,8 @@ from singleflight.traces.writer import replaced
 
 WAITING_ROWS: Final = 10_000
 """Requests the queue holds while the disk is slow; more are left out, and counted."""
+WAITING_BLOCKS: Final = 2_000_000
+"""And their blocks, some 150 MB of hashes."""
 HEADER_EVERY_S: Final = 5.0
 """How old the header's load windows may become."""
 CLOSE_S: Final = 10.0
@@ -47,7 +49,7 @@ class Recorder:
         block_size: tokens a hash covers.
         model: as the engine was told.
         windows_ms: gives what the header says about load windows, or None; called by the writing thread.
-        on_stop: told once, with the error, if recording ends before `close` because a write failed.
+        on_stop: told once, with the error, if recording ends before `close`.
 
     Raises:
         BlockingIOError: another process is recording to this path.
@@ -61,7 +63,7 @@ class Recorder:
         block_size: int,
         model: str,
         windows_ms: Callable[[], dict[str, float] | None],
-        on_stop: Callable[[OSError], None],
+        on_stop: Callable[[Exception], None],
     ) -> None:
         self.path = path
         self._max_bytes = max_bytes
@@ -72,6 +74,8 @@ class Recorder:
         self._started = time.time()
         self._salt = secrets.token_bytes(32)
         self._rows = self._dropped = 0
+        self._taken = self._written = 0  # hashes, counted by the scheduler's thread and by ours
+        self._ended = False
         self._queue: queue.Queue[tuple[float, int, int, Sequence[bytes]] | None] = queue.Queue(WAITING_ROWS)
         self._file = self._opened()
         self._write_header(path)
@@ -82,8 +86,12 @@ class Recorder:
         self, arrived: float, prompt_tokens: int, output_tokens: int, hashes: Sequence[bytes]
     ) -> None:
         """A request is over. `arrived`: seconds since the epoch; `hashes`: of the prompt's full blocks."""
+        if self._ended or self._taken - self._written > WAITING_BLOCKS:
+            self._dropped += 1
+            return
         try:
             self._queue.put_nowait((arrived, prompt_tokens, output_tokens, hashes))
+            self._taken += len(hashes)
         except queue.Full:
             self._dropped += 1
 
@@ -103,6 +111,7 @@ class Recorder:
             while True:
                 batch = self._waiting(HEADER_EVERY_S)
                 rows = [self._row(*item) for item in batch if item is not None]
+                self._written += sum(len(item[3]) for item in batch if item is not None)
                 if rows:
                     self._append("".join(rows).encode())
                     fresh = False
@@ -112,9 +121,13 @@ class Recorder:
                     fresh, told = True, time.monotonic()
                 if ended:
                     break
-        except OSError as error:
+        except Exception as error:
             self._on_stop(error)
         finally:
+            self._ended = True
+            with contextlib.suppress(queue.Empty):
+                while True:  # or what waits would stay in memory until the server ends
+                    self._queue.get_nowait()
             if self._file >= 0:
                 os.close(self._file)
 

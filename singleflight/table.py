@@ -258,14 +258,18 @@ class PendingBlockTable:
                 effects.append(Left(request, Outcome.READY))
         return effects
 
-    def fail(self, generation: int) -> list[Left]:
-        """The load of this flight failed, in whole or in part: every follower falls back."""
-        flight = self._end(generation, failed=True)
+    def fail(self, generation: int, *, charged: bool = True) -> list[Left]:
+        """The load of this flight failed, in whole or in part: every follower falls back.
+
+        Not `charged`: the load is lost, but nothing is wrong with the store (its owner has left, and nobody
+        else can publish it). No hand-over is used up then; the deadline, which runs on, bounds the tries.
+        """
+        flight = self._end(generation, failed=charged)
         if flight is None:
             return []
         flight.apply(Event.FAIL)
         self.stats.failed += 1
-        return self._release_followers(flight, Reason.LEADER_FAILED)
+        return self._release_followers(flight, Reason.LEADER_FAILED, charged)
 
     # -- what time and operators do ----------------------------------------------------------------------
 
@@ -359,10 +363,13 @@ class PendingBlockTable:
             if self._pending.get(block_hash) == (flight, index):
                 del self._pending[block_hash]
 
-    def _release_followers(self, flight: Flight, reason: Reason) -> list[Left]:
-        return [self._release(request, Outcome.FELL_BACK, reason) for request in list(flight.followers)]
+    def _release_followers(self, flight: Flight, reason: Reason, charged: bool = True) -> list[Left]:
+        followers = list(flight.followers)
+        return [self._release(request, Outcome.FELL_BACK, reason, charged) for request in followers]
 
-    def _release(self, request: Hashable, outcome: Outcome, reason: Reason | None = None) -> Left:
+    def _release(
+        self, request: Hashable, outcome: Outcome, reason: Reason | None = None, charged: bool = True
+    ) -> Left:
         """Take the request out of every flight it waits for."""
         member = self._members[request]
         for flight in member.waits_for.values():
@@ -373,7 +380,7 @@ class PendingBlockTable:
         else:
             assert reason is not None
             self.stats.fell_back[reason] += 1
-            member.handovers += 1
+            member.handovers += charged
         return Left(request, outcome, reason)
 
     def __repr__(self) -> str:

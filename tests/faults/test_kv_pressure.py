@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from singleflight.stats import Reason
 from tests.faults.pressure import free, pool_of, run, to_the_end
 from tests.faults.scripted_store import fail_keys, hang, scripted
 from tests.support import blocks, expect_equal, finish, store_prefixes, until_scheduled
@@ -13,6 +14,8 @@ from tests.support import blocks, expect_equal, finish, store_prefixes, until_sc
 if TYPE_CHECKING:
     from connector_patch.engine import Engine
     from singleflight.arms import Arm
+    from tests.faults.cohort import Cohort
+    from tests.support import Clock
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("guarded")]
 
@@ -176,3 +179,28 @@ def test_a_follower_passes_a_load_that_stands_in_line(
         hanging.release.set()
         tokens = finish(engine, burst, steps)
     expect_equal(reference, {**ahead, "leader": [*trunk, 7], "follower": [*trunk, 8]}, tokens)
+
+
+def test_who_fell_back_and_finds_no_room_does_not_hold_up_who_has_loaded(
+    cohort: Cohort, clock: Clock, reference: Arm, salt: int
+) -> None:
+    """Hazards F1, F2, found in review: A's Get hangs and holds eight blocks. R adopts them, and needs 13 of
+    its own when its deadline passes; twelve are free. vLLM has kept R's place before B, whose load is
+    complete: with R in front, B would never run, and no room would be made. B finishes while A still hangs,
+    and R in the room that B has left."""
+    shared, other = blocks(*range(1, 9), salt=salt), blocks(*range(21, 26), salt=salt)
+    store_prefixes(cohort.engine, shared, other)
+    hung, late = hang(when=lambda keys: len(keys) == 8), hang(when=lambda keys: len(keys) == 5)
+    own = blocks(*range(41, 45), salt=salt)
+    with pool_of(cohort.engine, 8 + 5 + 12), scripted(cohort.engine, hung, late):
+        cohort.arrive(a=[*shared, 7], r=[*shared, *own, 8], b=[*other, 9])
+        clock.advance(1000)
+        cohort.until(lambda: cohort.fell_back() == {Reason.DEADLINE: 1})
+        cohort.step(3)
+        assert not cohort.running("r")
+        late.release.set()
+        cohort.finish("b", "r")
+        assert not cohort.finished["a"]
+        hung.release.set()
+        cohort.finish()
+    cohort.expect_equal(reference)

@@ -163,6 +163,26 @@ def test_the_leader_is_aborted(cohort: Cohort, reference: Arm, trunk: list[int])
     cohort.expect_equal(reference)
 
 
+def test_leaders_that_leave_one_after_the_other_do_not_break_up_the_cohort(
+    cohort: Cohort, reference: Arm, trunk: list[int]
+) -> None:
+    """Hazard H6: three clients in a row disconnect while their load hangs. That says nothing against the
+    store: the rest still share the fourth load, and nobody computes the prefix beside it."""
+    prompts = tailed(trunk, "a", "b", "c", "d", "e", "f")
+    gets = [hang() for _ in range(4)]
+    with scripted(cohort.engine, *gets):
+        cohort.arrive(a=prompts.pop("a"))
+        park(cohort, **prompts)
+        for leader, get in zip("abc", gets[1:], strict=True):
+            cohort.abort(leader)
+            cohort.until(get.reached.is_set)
+        for get in gets:
+            get.release.set()
+        cohort.finish()
+    assert cohort.engine.recorder.take().gets == 4
+    cohort.expect_equal(reference)
+
+
 @pytest.mark.parametrize(("on_deadline", "gets"), [("recompute", 1), ("load", 2)])
 def test_the_load_hangs(
     cohort: Cohort,

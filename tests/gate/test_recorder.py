@@ -174,6 +174,8 @@ def test_a_disk_that_fills_up_ends_the_recording_on_a_whole_row(
     assert stopped.wait(30)
     assert inspected(path)["requests"] == 1
     row(rec, 2, 16)  # nobody is hurt
+    rec.close()
+    assert rec._queue.empty(), "what waited is let go"
 
 
 def test_what_a_slow_disk_leaves_out_is_counted(

@@ -211,6 +211,18 @@ class TestFail:
         assert world.table.fail(flight.generation) == []
         assert (world.stats.failed, world.leftovers()) == (1, ["_members"])
 
+    def test_a_load_that_is_lost_without_fault_costs_nobody_a_handover(self, world):
+        """Park mode: the owner left, and nobody else can publish its load. The store is not to blame."""
+        for leader in "ABC":
+            flight = world.lead(leader, [1])
+            world.join("F", [1])
+            world.table.leave(leader)
+            world.table.fail(flight.generation, charged=False)
+        assert world.table.may_join("F", world.now)
+        world.lead("D", [1])
+        world.join("F", [1])
+        assert world.table.waiting("F")
+
 
 class TestExpire:
     def test_nothing_an_instant_before_the_deadline_and_once_at_it(self, world, too_late):
