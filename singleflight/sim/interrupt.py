@@ -62,8 +62,18 @@ def shielded() -> Iterator[None]:
     The terminal sends it to the whole process group. A worker has nothing to do with it but print a
     traceback, from wherever it is; whoever started the worker ends it.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    missed: list[int] = []
+    # The mask is what children inherit. It is this thread's only: a library's thread may take the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, lambda number, _frame: missed.append(number))
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if missed and callable(handler):
+            handler(missed[0], None)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,30 @@ def test_a_press_in_a_shielded_block_comes_after_it() -> None:
     with pytest.raises(KeyboardInterrupt), shielded():
         press()
         seen.append("the block went on")
+    assert seen == ["the block went on"]
+
+
+def test_a_press_that_another_thread_takes_comes_after_a_shielded_block_too() -> None:
+    """A library's thread does not know of the mask, and Python runs the handler in the main thread."""
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()  # with SIGINT open, as a library starts it
+    seen = []
+    arrived, written = os.pipe()
+    os.set_blocking(written, False)
+    before = signal.set_wakeup_fd(written)
+    try:
+        with pytest.raises(KeyboardInterrupt), shielded():
+            assert other.ident is not None
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            os.read(arrived, 1)
+            seen.append("the block went on")
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(arrived)
+        os.close(written)
+        end.set()
+        other.join()
     assert seen == ["the block went on"]
 
 
