@@ -256,7 +256,8 @@ class TestSweep:
         assert done.returncode == 1, done.stderr
         assert "a worker process was killed" in done.stderr
         assert "Traceback" not in done.stderr
-        assert {path.suffix for path in (out / output.PARTS).iterdir()} <= {".json"}
+        # Perhaps none: the worker may have been killed before any part was finished.
+        assert {path.suffix for path in out.glob(f"{output.PARTS}/*")} <= {".json"}
         assert process(*arguments).returncode == 0
 
 
