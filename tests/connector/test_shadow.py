@@ -74,9 +74,9 @@ class TestOnARealEngine:
         every lookup, Get, byte and GPU block, every token."""
         assert stock[scenario][what] is not None
         if scenario == "reset" and what in ("answers", "loaded"):
-            # All Gets fail after it; who is asked again before the first has computed the prefix, and who after
-            # it, is a matter of the receive thread's speed, in stock as in shadow.
-            what = "tokens"
+            # All Gets fail after it. Who is asked again before the first has computed the prefix is a matter
+            # of the receive thread's speed, in stock as in shadow; tokens and lost blocks are not.
+            return
         assert shadow[scenario][what] == stock[scenario][what]
 
     def test_eight_requests_for_one_prefix_load_eight_times_and_seven_are_counted(
