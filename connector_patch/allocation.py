@@ -48,19 +48,18 @@ def wrap(
         plan = plan_of(request.request_id)
         external = kwargs.get("num_external_computed_tokens", 0)
         # The scheduler may have dropped our answer since (it then asks for other numbers): no adoption.
-        if plan is None or external != plan.external_tokens or not kwargs.get("delay_cache_blocks"):
-            blocks = stock(request, *args, **kwargs)
-            if blocks is None:
-                refused(request.request_id)
-            return blocks
-        if not plan.still_valid():
-            return None  # the scheduler tries again in its next pass, and gets a new plan
-        local = kwargs["new_computed_blocks"].blocks[0]
-        kwargs["new_computed_blocks"] = manager.create_kv_cache_blocks(([*local, *plan.blocks],))
-        kwargs["num_new_computed_tokens"] += plan.tokens
-        kwargs["num_external_computed_tokens"] = external - plan.tokens
+        if plan is not None and (external != plan.external_tokens or not kwargs.get("delay_cache_blocks")):
+            plan = None
+        if plan is not None:
+            if not plan.still_valid():
+                return None  # the scheduler tries again in its next pass, and gets a new plan
+            local = kwargs["new_computed_blocks"].blocks[0]
+            kwargs["new_computed_blocks"] = manager.create_kv_cache_blocks(([*local, *plan.blocks],))
+            kwargs["num_new_computed_tokens"] += plan.tokens
+            kwargs["num_external_computed_tokens"] = external - plan.tokens
         blocks = stock(request, *args, **kwargs)
-        plan.allocated = blocks is not None
+        if plan is not None:
+            plan.allocated = blocks is not None
         if blocks is None:
             refused(request.request_id)
         return blocks

@@ -151,7 +151,7 @@ class AttachScheduler:
         end = first + len(blocks)
         tokens = len(blocks) * self._block_size
         own = 0
-        suffix_unknown = end < stop and not self._known_miss(request, end, segments[-1])
+        suffix_unknown = end < stop and not segments[-1].known_miss(request.block_hashes[end])
         if suffix_unknown or not self.table.worth_joining(segments, len(blocks), now):
             answer, is_async = self._stock.get_num_new_matched_tokens(request, num_local_tokens)
             if answer is None:
@@ -291,15 +291,6 @@ class AttachScheduler:
                 break
             i = first + len(blocks)
         return blocks, segments
-
-    def _known_miss(self, request: Request, end: int, last: Segment) -> bool:
-        """The leader's lookup has answered for this very block already: it is not in the store."""
-        flight = last.flight
-        return (
-            flight.miss is not None
-            and last.start + last.length == len(flight.hashes)
-            and flight.miss == request.block_hashes[end]
-        )
 
     def _lead(self, pending: _Pending, blocks: KVCacheBlocks, first: int, now: float) -> None:
         request = pending.request

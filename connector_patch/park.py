@@ -19,7 +19,7 @@ from vllm import envs
 
 from singleflight.estimate import Forecast
 from singleflight.stats import Outcome, Reason
-from singleflight.table import Left, PendingBlockTable, Publish, Segment
+from singleflight.table import Left, PendingBlockTable, Publish
 
 from .config import Config, OnDeadline
 
@@ -85,7 +85,8 @@ class ParkScheduler:
         if not segments or not self.table.may_join(request_id, now):
             return self._stock.get_num_new_matched_tokens(request, num_local_tokens)
         shared = sum(segment.length for segment in segments)
-        if first + shared < stop and not self._known_miss(request, first + shared, segments[-1]):
+        end = first + shared
+        if end < stop and not segments[-1].known_miss(request.block_hashes[end]):
             # It may have a suffix of its own in the store, which it would load only after the wait.
             answer, is_async = self._stock.get_num_new_matched_tokens(request, num_local_tokens)
             if answer is None:
@@ -169,12 +170,6 @@ class ParkScheduler:
         self._carry_out(self.table.reset())
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _known_miss(self, request: Request, end: int, last: Segment) -> bool:
-        """The leader's lookup has answered for this very block already: it is not in the store."""
-        miss = last.flight.miss
-        at_end = last.start + last.length == len(last.flight.hashes)
-        return miss is not None and at_end and miss == request.block_hashes[end]
 
     def _carry_out(self, effects: Iterable[Left]) -> None:
         """Who has left the table is asked again in the next pass, and goes the stock way or waits anew."""

@@ -36,6 +36,13 @@ class Segment(NamedTuple):
     def destination(self) -> tuple[Any, ...]:
         return self.flight.destination[self.start : self.start + self.length]
 
+    def known_miss(self, block_hash: Hashable) -> bool:
+        """Whether the leader's lookup has answered for this block, the next after the segment, already: it is
+        not in the store."""
+        flight = self.flight
+        at_end = self.start + self.length == len(flight.hashes)
+        return at_end and flight.miss is not None and flight.miss == block_hash
+
 
 class Publish(NamedTuple):
     """Effect: make the landed flight's blocks local prefix-cache hits, now, before its followers go on."""
