@@ -139,6 +139,8 @@ def reset(engine: Engine) -> Burst:
     burst, steps = until_scheduled(engine, tails(trunk, *"abc"))
     assert engine.scheduler.reset_connector_cache() is True
     engine.gate.open.set()
+    # All have failed before the next step: who is told first is else a matter of the receive thread's speed.
+    engine.worker_connector.connector_worker.recv_request_queue.join()
     for _ in steps:
         pass
     engine.scheduler.recompute_kv_load_failures = False
