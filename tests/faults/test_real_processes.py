@@ -76,16 +76,29 @@ class Stage:
     def until(self, reached: Callable[[], bool], what: str) -> None:
         limit = time.monotonic() + BOUND_S
         while not reached():
-            assert time.monotonic() < limit, what
+            assert time.monotonic() < limit, f"{what}; the server said: {embedded.tail(self.server.log, 12)}"
             time.sleep(0.05)
 
     def stored_prefix(self) -> list[int]:
-        """A prefix of 64 blocks that only the store has."""
+        """A prefix of 64 blocks that only the store has, proved by a load of all of them."""
         salt = next(salts)
         prefix = [3 + (17 * i + 531 * salt) % 2000 for i in range(64 * BLOCK)]
-        assert isinstance(self.ask([*prefix, 4]), list)
-        self.server.cold()
+
+        def loaded() -> bool:
+            hits = self.server.counter("vllm:external_prefix_cache_hits")
+            answer = self.ask([*prefix, 4])
+            self.server.cold()
+            held = self.server.counter("vllm:external_prefix_cache_hits") - hits
+            return isinstance(answer, list) and held == len(prefix)
+
+        self.until(loaded, "the store does not keep what it is given")
         return prefix
+
+    def segments(self) -> list[str]:
+        """The memory that the master offers, also that of a node which has just died."""
+        url = f"http://{embedded.LOOPBACK}:{self.stack.ports.metrics}/get_all_segments"
+        with urllib.request.urlopen(url, timeout=BOUND_S) as answer:
+            return str(answer.read().decode()).split()
 
     def in_the_air(self, prefix: list[int], count: int = 3) -> dict[str, tuple[list[int], Future[Answer]]]:
         """The store node stops; then a leader asks, and followers attach to its load."""
@@ -102,9 +115,16 @@ class Stage:
         return asked
 
     def restart_node(self) -> None:
-        if self.node.poll() is not None:
-            (self.stack.folder / "store_node.ready").unlink()
-            self.node = self.restarted.enter_context(self.stack._start_store_node())
+        """In place of a dead one. The master must have forgotten that, or it goes on giving keys to it."""
+        self.until(lambda: not self.segments(), "the master never forgets a dead node")
+        (self.stack.folder / "store_node.ready").unlink()
+        self.node = self.restarted.enter_context(self.stack._start_store_node())
+
+    def go_on(self) -> None:
+        """Whoever was stopped."""
+        for process in (self.node, self.master):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
 
     def restart_master(self) -> None:
         binary = embedded.master_binary()
@@ -128,10 +148,17 @@ def set_up() -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    """One for all tests but the last; each leaves it so that the next can use it."""
-    with set_up() as shared:
-        yield shared
+def shared() -> Iterator[Stage]:
+    """One stage for all tests but the last."""
+    with set_up() as running:
+        yield running
+
+
+@pytest.fixture
+def stage(shared: Stage) -> Iterator[Stage]:
+    """The shared one; nobody is left stopped, also where a test fails."""
+    yield shared
+    shared.go_on()
 
 
 def outcomes(
@@ -156,16 +183,6 @@ def later(stage: Stage, reference: Arm) -> None:
         lines = stage.server.ask("/metrics").splitlines()
         values = [line.split()[-1] for line in lines if line.startswith(f"vllm:num_requests_{gauge}{{")]
         assert values == ["0.0"]
-
-
-def loads_again(stage: Stage) -> None:
-    """With a store node, there are loads again, as soon as the master has forgotten the one before."""
-
-    def loaded() -> bool:
-        prefix, gets = stage.stored_prefix(), stage.gets()
-        return isinstance(stage.ask([*prefix, 8]), list) and stage.gets() == gets + 1
-
-    stage.until(loaded, "nothing is loaded any more")
 
 
 def test_clients_that_disconnect_in_mid_load(stage: Stage, reference: Arm) -> None:
@@ -224,10 +241,14 @@ def test_the_store_node_is_killed_in_mid_get(stage: Stage, reference: Arm) -> No
     assert len(errors) <= 2, f"the leader and the one that led again: {answers}"
     assert set(map(str, (answers[name] for name in errors))) == {"HTTP 500"}
     stage.node.wait()
-    stage.until(lambda: isinstance(stage.ask(asked["c0"][0]), list), "requests fail for ever")
+    stage.until(lambda: not stage.segments(), "the master never forgets a dead node")
+    stage.server.cold()  # what the followers have computed would do without the store
+    assert isinstance(stage.ask(asked["c0"][0]), list), "requests fail for ever"
     later(stage, reference)
     stage.restart_node()
-    loads_again(stage)
+    prefix, gets = stage.stored_prefix(), stage.gets()
+    assert isinstance(stage.ask([*prefix, 8]), list)
+    assert stage.gets() == gets + 1, "with a store node there are loads again"
 
 
 def test_the_master_stops_and_goes_on(stage: Stage, reference: Arm) -> None:
