@@ -20,8 +20,9 @@ JUDGED = ("median_s", "p99_s")
 """The measures by which a workload is won or lost; the maximum of a round is only one request."""
 BOUND = "bound"
 """The lower bound measured as if it were an arm; see `_lower_bound`."""
-SETTLE_S = 0.05
-"""An engine tells its counters with its next step; they are read this long after a round."""
+SETTLE_S = 1.1
+"""After a round an engine tells its counters with its next step, and spins for a second (vLLM's
+SpinCondition); only then the next server is driven."""
 
 
 @dataclass(frozen=True)

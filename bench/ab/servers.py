@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ TCP_QUEUE = {
 }
 """For all arms alike. With what Mooncake 0.3.13 has by default (1,024), stock's Gets fail (-800) as soon as
 several receive threads load at once; later versions have these: github.com/kvcache-ai/Mooncake/pull/3710."""
+FEW_CORES = 4
+"""vLLM wants a core of its own for each of scheduler and connector beside those that compute."""
 COUNTERS = {
     "gets": ("vllm:mooncake_store_operation_total", "load_get"),
     "get_bytes": ("vllm:mooncake_store_operation_bytes_total", "load_get"),
@@ -123,6 +126,16 @@ def _free_ports(host: str, count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
+def compute_cores() -> str:
+    """VLLM_CPU_OMP_THREADS_BIND: where there are few cores, the last one computes, alone.
+
+    vLLM would bind a computing thread to each, and these wait for each other at barriers, spinning: whenever
+    client, HTTP server or scheduler has a core, all wait. What takes 0.2 s took up to 1 s, at random.
+    """
+    cores = os.sched_getaffinity(0)
+    return "auto" if len(cores) > FEW_CORES else str(max(cores))
+
+
 @contextlib.contextmanager
 def serving(stack: embedded.Stack, chosen: Sequence[str], setup: Setup) -> Iterator[dict[str, Server]]:
     """A server for each chosen arm, ready. EmbeddedError, with the log's last lines, if one does not start
@@ -142,6 +155,7 @@ def serving(stack: embedded.Stack, chosen: Sequence[str], setup: Setup) -> Itera
                 VLLM_SERVER_DEV_MODE="1",
                 **TCP_QUEUE,
                 VLLM_MOONCAKE_LOAD_RECV_THREADS=str(setup.recv_threads),
+                VLLM_CPU_OMP_THREADS_BIND=compute_cores(),
                 **{limited.VARIABLE: str(stack.folder)},
             )
             server = Server(arm, stack.host, port, stack)

@@ -113,6 +113,12 @@ def agents(prompts: int = 5, children: int = 8, every_s: float = 0.4, tokens: in
     return Load("agents", tuple(rows))
 
 
+def spaced(requests: int = 60, every_s: float = 0.05) -> Load:
+    """One prefix, one request after another, each alone on the server: what a request costs, and not how a
+    burst happened to be cut into batches."""
+    return Load("spaced", tuple(_row(i * every_s, _ids(1), i) for i in range(requests)))
+
+
 def distinct(requests: int = 16) -> Load:
     return Load("distinct", tuple(_row(0.0, _ids(300 + i), i) for i in range(requests)))
 
@@ -194,8 +200,8 @@ def matrix(traces: Path) -> tuple[list[Cell], dict[str, str]]:
         Cell("no sharing", "16 different 4k prefixes at once: pure overhead", distinct(), quick=True),
         Cell(
             "all warm",
-            "32 requests, prefix in the local cache: pure overhead, no load at all",
-            burst(32),
+            "60 requests, one every 50 ms, prefix in the local cache: pure overhead, no load at all",
+            spaced(),
             warm=True,
             quick=True,
         ),
