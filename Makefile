@@ -5,7 +5,7 @@
 #   make test                       every test
 #   make loop                       record a live engine, gate the recording, restart with `auto`
 #   make faults                     the failure-injection suite alone
-#   make bench                      A/B time to first token against stock, some 40 minutes; QUICK=1: 8
+#   make bench                      A/B time to first token against stock, some 50 minutes; QUICK=1: 10
 #   make lint                       ruff, mypy, import-linter
 #   make clean                      removes .venv and what the commands wrote
 

@@ -28,7 +28,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="The short run: fewer workloads.")] = False,
     pairs: Annotated[int, typer.Option(min=1, help="Rounds of every arm, at least.")] = 5,
     most: Annotated[int, typer.Option(min=1, help="And at most, where rounds are short.")] = 12,
-    minutes: Annotated[float, typer.Option(min=0.1, help="No workload is begun after this.")] = 36.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="No workload is begun after this.")] = 60.0,
     link: Annotated[bool, typer.Option(help="A real shaped link (root), or the in-process limiter.")] = True,
     traces: Annotated[
         Path, typer.Option(help="Where conversation_trace.jsonl and synthetic_trace.jsonl are.")

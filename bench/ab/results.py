@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.ab.rounds import BOUND, JUDGED, Round, figures
-from bench.ab.servers import REPOSITORY, STOCK
+from bench.ab.servers import REPOSITORY, STOCK, compute_cores
 from bench.ab.statistics import CONFIDENCE, ENOUGH, LOSS, Ratio, ratio
 from bench.ab.workloads import Cell
 from singleflight import demo
@@ -134,6 +134,7 @@ def environment() -> dict[str, str]:
         **demo.environment(),
         "kernel": platform.release(),
         "scipy": metadata.version("scipy"),
+        "cores that compute": compute_cores(),
         "commit": commit.stdout.strip() or "unknown",
     }
 
