@@ -59,7 +59,7 @@ def run(stack: Stack, rounds: int) -> dict[str, dict[str, Any]]:
     )
     layer, policy = engine.connector.attach, engine.connector.attach.table.policy
     prefix = [3 + (7 * i) % 2000 for i in range(LONG * BLOCK)]
-    engine.burst({"fill": [*prefix, 5]}, max_tokens=1)
+    engine.fill([[*prefix, 5]])
     engine.gate.pass_through = SharedLink()  # type: ignore[method-assign]
     for i, blocks in enumerate((4, 64, 16, 32, 8, 48)):
         engine.cold()

@@ -127,7 +127,7 @@ def run_arm(name: str, model: str, rounds: int) -> list[dict[str, Any]]:
 
     engine.connector.get_num_new_matched_tokens = counted
     prefix = [3 + (7 * i) % 2000 for i in range(PREFIX_BLOCKS * BLOCK)]
-    engine.burst({"fill": [*prefix, 5]}, max_tokens=1)
+    engine.fill([[*prefix, 5]])
     rows = []
     for turn in range(-1, rounds):  # the first one warms up
         engine.cold()

@@ -41,6 +41,11 @@ class Arm:
         self.engine.cold()
         return {}
 
+    def fill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Have their whole blocks in the store and nowhere else."""
+        self.engine.fill(prompts)
+        return {}
+
     def burst(
         self,
         prompts: dict[str, list[int]],

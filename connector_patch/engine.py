@@ -7,7 +7,7 @@ worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a caller decides
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,6 +17,9 @@ from .plugin import NAME, register
 STOCK = "MooncakeStoreConnector"
 BLOCK_SIZE = 32
 """Tokens a block; vLLM on CPU wants a multiple of 32."""
+FILL_S = 90.0
+"""Seconds that storing something may take. On a loaded machine the first contact with a store node can time
+out, and what the master has begun to take then blocks its key for 30 s."""
 IDLE_S = 60.0
 """How long draining may take before it counts as stuck."""
 _closed: list[Any] = []
@@ -138,6 +141,32 @@ class Engine:
         for _ in steps:
             pass
         return burst
+
+    def fill(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Have the whole blocks of these prompts in the store and nowhere else: computed, saved, and dropped.
+
+        Proved by the store's own lookup. TimeoutError if it does not get them.
+        """
+        limit = time.monotonic() + FILL_S
+        missing = list(prompts)
+        while missing:
+            for i, prompt in enumerate(missing):
+                self.burst({f"fill-{i}": prompt}, max_tokens=1)
+            self.cold()  # not before the last put has ended
+            missing = [prompt for prompt in missing if not self.stored(prompt)]
+            if time.monotonic() > limit:
+                raise TimeoutError(f"the store did not take {len(missing)} prompts in {FILL_S:.0f} s")
+
+    def stored(self, prompt: Sequence[int]) -> bool:
+        """Whether the store has all whole blocks of the prompt that a lookup asks for."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        hasher = self.core.request_block_hasher
+        request = Request("stored", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        lookup = first(self.connector).connector_scheduler.client.lookup
+        hits: int = lookup(request.request_id, request.num_tokens, request.block_hashes).hit_length
+        return hits >= (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
     # -- the caches --------------------------------------------------------------------------------------
 

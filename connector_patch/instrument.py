@@ -52,8 +52,6 @@ class Recorder:
     gpu_blocks: set[int] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
     """Requests that went through the scheduler with tokens to come from outside."""
-    refused: int = 0
-    """Keys that the store did not take; never reset."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self) -> Counts:
@@ -98,12 +96,6 @@ class InstrumentedStore:
         result: list[int] = self._store.batch_get_into_multi_buffers(keys, addresses, sizes)
         with self._recorder.lock:
             self._recorder.complete.append(list(keys))
-        return result
-
-    def batch_put_from_multi_buffers(self, keys: list[str], *arguments: Any) -> list[int]:
-        result: list[int] = self._store.batch_put_from_multi_buffers(keys, *arguments)
-        with self._recorder.lock:
-            self._recorder.refused += sum(code < 0 for code in result)
         return result
 
 
@@ -175,6 +167,6 @@ def instrument(
     scheduler.load_specs = _CountingSpecs(recorder)
     scheduler_side.update_state_after_alloc = allocated  # type: ignore[method-assign, assignment]
     worker.recv_request_queue.put = put  # type: ignore[method-assign, assignment]
-    for thread in filter(None, (*worker.kv_recv_threads, worker.kv_send_thread)):
+    for thread in worker.kv_recv_threads:
         thread.store = InstrumentedStore(thread.store, recorder, gate)
     return recorder, gate

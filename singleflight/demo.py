@@ -64,8 +64,7 @@ def run(stack: Stack, say: Callable[[str], None]) -> list[Round]:
     with both(stack) as (stock, ours):
         for arm in (stock, ours):
             say(f"storing the prefix, warming up {arm.name}")
-            arm.ask("burst", prompts=prompts(1, "fill"))
-            arm.ask("cold")
+            arm.ask("fill", prompts=list(prompts(1, "fill").values()))
             arm.ask("burst", prompts=prompts(2, "warm-up"))
         for (link, rate), requests, number in itertools.product(RATES.items(), REQUESTS, range(ROUNDS)):
             order = (stock, ours) if number % 2 == 0 else (ours, stock)

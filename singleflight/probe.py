@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .arms import Arm, both
+from .arms import both
 from .embedded import Stack
 
 BLOCK_SIZE = 32
@@ -69,14 +69,8 @@ def run(requests: int, stack: Stack, say: Callable[[str], None]) -> Result:
         counts, tokens = [], []
         for arm in arms:
             say(f"{requests} requests through {arm.name}")
-            _store_prefix(arm, next(iter(asked.values()))[:BLOCK_SIZE])
+            arm.ask("fill", prompts=[[*next(iter(asked.values()))[:BLOCK_SIZE], 3]])
             answer = arm.ask("burst", prompts=asked, barrier=True)
             counts.append(answer["counts"])
             tokens.append(answer["tokens"])
     return Result(requests, counts[0], counts[1], tokens[0] == tokens[1])
-
-
-def _store_prefix(arm: Arm, prefix: list[int]) -> None:
-    """Have the prefix in the store and nowhere else: computed once, saved, then dropped locally."""
-    arm.ask("burst", prompts={"fill": [*prefix, 3]})
-    arm.ask("cold")

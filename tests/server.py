@@ -11,11 +11,13 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from connector_patch.engine import FILL_S
 from singleflight import embedded
 from tests.support import BLOCK
 
@@ -71,6 +73,19 @@ class Server:
             if line.startswith(f"{name}_total{{") and all(f'{k}="{v}"' in line for k, v in labels.items()):
                 total += float(line.rpartition(" ")[2])
         return int(total)
+
+    def fill(self, prefix: list[int]) -> int:
+        """Have these blocks in the store and nowhere else, proved by a load; how many requests that took."""
+        asked, limit = 0, time.monotonic() + FILL_S
+        while True:
+            hits = self.counter("vllm:external_prefix_cache_hits")
+            with contextlib.suppress(urllib.error.HTTPError):  # a load may fail where a put did
+                self.complete([*prefix, 4])
+            self.cold()
+            asked += 1
+            if self.counter("vllm:external_prefix_cache_hits") - hits == len(prefix):
+                return asked
+            assert time.monotonic() < limit, "the store does not keep what it is given"
 
     def cold(self) -> None:
         """Empty the local prefix cache; vLLM refuses while store jobs still read blocks."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 BLOCK = 32
 STUCK_S = 60.0
 """After this long without what a test waits for, it fails instead of hanging."""
-FILLS = 3
-"""A store node that a loaded machine starves for 10 s is forgotten by its master, and has to mount again."""
 salts = itertools.count(3)
 """One for each test, so that none meets another's blocks in the store."""
 
@@ -44,16 +42,9 @@ def blocks(*names: int, salt: int) -> list[int]:
 
 
 def store_prefixes(engine: Engine, *prompts: Sequence[int]) -> None:
-    """Have these prefixes in the store and nowhere else. AssertionError if the store does not take them."""
-    for _ in range(FILLS):
-        refused = engine.recorder.refused
-        for i, prompt in enumerate(prompts):
-            engine.burst({f"fill-{i}": [*prompt, 5]}, max_tokens=1)
-        engine.cold()  # not before the last put has ended
-        if engine.recorder.refused == refused:
-            engine.recorder.take()
-            return
-    raise AssertionError(f"the store refused keys in each of {FILLS} attempts to fill it")
+    """Have these prefixes in the store and nowhere else."""
+    engine.fill([*prompt, 5] for prompt in prompts)
+    engine.recorder.take()
 
 
 def until_scheduled(engine: Engine, prompts: Mapping[str, Sequence[int]]) -> tuple[Burst, Iterator[None]]:

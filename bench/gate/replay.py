@@ -46,9 +46,7 @@ def main() -> None:
         prompts = [prompt(names, BLOCK_SIZE) for _, names in requests]
         engine.gate.pass_through = pass_through
         engine.gate.bytes_per_s = None
-        for i in range(0, len(prompts), 16):
-            engine.burst({f"fill-{i + j}": each for j, each in enumerate(prompts[i : i + 16])}, max_tokens=1)
-        engine.cold()
+        engine.fill(prompts)
         engine.gate.bytes_per_s = job["bytes_per_s"]
         engine.gate.pass_through = delayed
         before = counters(engine)

@@ -109,8 +109,7 @@ class TestOnARealEngine:
         with arm(stack, connector, extra, log_level="INFO") as engine:
             engine.answer()
             asked = probe.prompts(REQUESTS)
-            engine.ask("burst", prompts={"fill": [*asked["probe-0"][: probe.BLOCK_SIZE], 3]})
-            engine.ask("cold")
+            engine.ask("fill", prompts=[[*asked["probe-0"][: probe.BLOCK_SIZE], 3]])
             gets = engine.ask("burst", prompts=asked, barrier=True)["counts"]["gets"]
             said = engine.log.read_text().splitlines()
             return gets, [line for line in said if re.search("kv-singleflight(:| passes)", line)]

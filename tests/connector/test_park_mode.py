@@ -24,8 +24,7 @@ def test_eight_requests_for_one_cold_prefix_load_it_once(stack: Stack, reference
     prompts = {f"parked-{i}": [*trunk, *[7 + i] * 4] for i in range(8)}
     with arm(stack, OURS, {"singleflight": {"mode": "park"}}) as park:
         park.answer()
-        park.ask("burst", prompts={"fill": [*trunk, 3]})
-        park.ask("cold")
+        park.ask("fill", prompts=[[*trunk, 3]])
         answer = park.ask("burst", prompts=prompts, bytes_per_s=5e5)
         park.ask("cold")  # raises where a request is stuck or a block is lost
     counts = answer["counts"]
@@ -50,8 +49,7 @@ def test_beside_another_connector(stack: Stack, reference: Arm, tmp_path: Path) 
     prompts = {f"multi-{i}": [*trunk, *[7 + i] * 4] for i in range(8)}
     with arm(stack, "MultiConnector", {"connectors": children}) as multi:
         multi.answer()
-        multi.ask("burst", prompts={"fill": [*trunk, 3]})
-        multi.ask("cold")
+        multi.ask("fill", prompts=[[*trunk, 3]])
         answer = multi.ask("burst", prompts=prompts, bytes_per_s=5e5)
         multi.ask("cold")
     counts = answer["counts"]

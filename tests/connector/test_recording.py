@@ -26,8 +26,7 @@ def test_every_mode_records_arrivals_and_windows(stack: Stack, tmp_path: Path, m
     asked = {f"{mode}-{i}": [*block, 7 + i] for i in range(4)}
     with arm(stack, OURS, {"singleflight": {"mode": mode, "record": {"path": str(trace)}}}) as engine:
         engine.answer()
-        engine.ask("burst", prompts={"fill": [*block, 3]})
-        engine.ask("cold")
+        engine.ask("fill", prompts=[[*block, 3]])
         assert engine.ask("burst", prompts=asked, barrier=True)["counts"]["gets"] == gets
     rows = read(str(trace), Options(block_size=BLOCK, recording=True))
     assert [len(row.hashes) for row in rows] == [2] * 5

@@ -22,8 +22,7 @@ def test_off_costs_exactly_what_stock_costs(stack: Stack) -> None:
     with arm(stack, OURS, {"singleflight": {"mode": "off"}}) as off:
         off.answer()
         asked = {name.replace("probe", "off"): p for name, p in probe.prompts(4).items()}
-        off.ask("burst", prompts={"fill": [*asked["off-0"][: probe.BLOCK_SIZE], 3]})
-        off.ask("cold")
+        off.ask("fill", prompts=[[*asked["off-0"][: probe.BLOCK_SIZE], 3]])
         counts = off.ask("burst", prompts=asked, barrier=True)["counts"]
     block = counts.pop("bytes")
     assert block % 4 == 0

@@ -289,8 +289,7 @@ def soak(totals: Totals, console: Console, mode: str) -> None:
             kv_transfer={"kv_connector_module_path": "connector_patch.connector"},
         )
         # The store knows every prompt; from here on the pool can hold a tenth of them.
-        engine.burst(names, max_tokens=1)
-        engine.cold()
+        engine.fill(names.values())
         engine.recorder.take()
         baseline = engine.free_blocks()
         started = time.monotonic()

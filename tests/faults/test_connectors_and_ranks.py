@@ -46,8 +46,7 @@ def test_beside_another_connector_it_is_the_stock_connector(
     prompts = {f"r{i}": [*trunk, *(7 + i for _ in range(4))] for i in range(6)}
     with arm(stack, "MultiConnector", {"connectors": children}, passing_through=True) as multi:
         multi.answer()
-        multi.ask("burst", prompts={"fill": [*trunk, 5]})
-        multi.ask("cold")
+        multi.ask("fill", prompts=[[*trunk, 5]])
         chosen = multi.ask("burst", prompts=prompts, barrier=True)
         multi.ask("cold")
     assert (chosen["counts"]["gets"], chosen["counts"]["gpu_blocks"]) == (6, 24)
@@ -177,10 +176,7 @@ def ranks(two: Ranks) -> Iterator[Ranks]:
 def trunk(ranks: Ranks) -> list[int]:
     """Four blocks that only the store has."""
     prefix = blocks(*range(1, 5), salt=next(salts))
-    ranks.engine.add("fill", [*prefix, 5], 1)
-    ranks.finish()
-    ranks.burst.tokens.clear()
-    ranks.engine.cold()
+    ranks.engine.fill([[*prefix, 5]])
     ranks.gets()
     return prefix
 

@@ -78,8 +78,7 @@ def known(ours: Engine, reference: Arm) -> tuple[dict[str, list[int]], dict[str,
     """The prompts, all in the store, and what they generate without a connector."""
     salt = next(salts)
     prompts = {name: [*blocks(*names, salt=salt), 7] for name, names in NAMES.items()}
-    ours.burst({f"fill-{i}": prompt for i, prompt in enumerate(prompts.values())}, max_tokens=1)
-    ours.cold()
+    ours.fill(prompts.values())
     return prompts, reference.ask("burst", prompts=prompts, max_tokens=3)["tokens"]
 
 

@@ -35,6 +35,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 DEADLINE_S = 4.0
 BOUND_S = 45.0
 """No client waits longer than this, whatever happens: Mooncake's time-out below, and a slow machine."""
+ENDING_S = 120.0
+"""A server that is asked to end waits for its Get (15 s), then vLLM for each of its processes in turn: more
+than 45 s once, beside another suite on the same cores."""
 Answer = list[int] | str
 """Tokens, or the error a client saw."""
 
@@ -80,18 +83,10 @@ class Stage:
             time.sleep(0.05)
 
     def stored_prefix(self) -> list[int]:
-        """A prefix of 64 blocks that only the store has, proved by a load of all of them."""
+        """A prefix of 64 blocks that only the store has."""
         salt = next(salts)
         prefix = [3 + (17 * i + 531 * salt) % 2000 for i in range(64 * BLOCK)]
-
-        def loaded() -> bool:
-            hits = self.server.counter("vllm:external_prefix_cache_hits")
-            answer = self.ask([*prefix, 4])
-            self.server.cold()
-            held = self.server.counter("vllm:external_prefix_cache_hits") - hits
-            return isinstance(answer, list) and held == len(prefix)
-
-        self.until(loaded, "the store does not keep what it is given")
+        self.server.fill(prefix)
         return prefix
 
     def segments(self) -> list[str]:
@@ -289,9 +284,10 @@ def test_the_server_is_asked_to_end_with_flights_in_the_air(reference: Arm) -> N
         process = stage.server.process
         assert len(session_members(process.pid)) > 1
         process.terminate()
-        process.wait(BOUND_S)
+        process.wait(ENDING_S)
         outcomes(reference, asked)
-        assert not session_members(process.pid)
+        # Python's resource tracker ends by itself when its parent has.
+        stage.until(lambda: not session_members(process.pid), "somebody is left of the server's session")
 
 
 def session_members(session: int) -> list[str]:
