@@ -113,7 +113,7 @@ def agents(prompts: int = 5, children: int = 8, every_s: float = 0.4, tokens: in
     return Load("agents", tuple(rows))
 
 
-def spaced(requests: int = 40, every_s: float = 0.05) -> Load:
+def spaced(requests: int = 24, every_s: float = 0.05) -> Load:
     """One prefix, one request after another, each alone on the server: what a request costs, and not how a
     burst happened to be cut into batches."""
     return Load("spaced", tuple(_row(i * every_s, _ids(1), i) for i in range(requests)))
@@ -200,7 +200,7 @@ def matrix(traces: Path) -> tuple[list[Cell], dict[str, str]]:
         Cell("no sharing", "16 different 4k prefixes at once: pure overhead", distinct(), quick=True),
         Cell(
             "all warm",
-            "40 requests, one every 50 ms, prefix in the local cache: pure overhead, no load at all",
+            "24 requests, one every 50 ms, prefix in the local cache: pure overhead, no load at all",
             spaced(),
             warm=True,
             quick=True,
