@@ -47,13 +47,14 @@ def connector(engine: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The connector as it is, or with the layer taken out; nothing in the table before and after."""
     layer = engine.connector.attach
     clock, layer._clock = layer._clock, lambda: 1.0  # all flights have just begun
+    deltas = engine.connector._deltas
     if request.param == "stock":
-        engine.connector.attach = None
+        engine.connector.attach = engine.connector._deltas = None
     gc.collect()
     gc.disable()
     yield engine.connector
     gc.enable()
-    engine.connector.attach = layer
+    engine.connector.attach, engine.connector._deltas = layer, deltas
     layer._clock = clock
     for flight in list(layer.table._flights.values()):
         layer.table.fail(flight.generation)
