@@ -57,6 +57,7 @@ def test_concurrent_clients_get_the_right_tokens_from_one_get(
     plain = reference.ask("burst", prompts={str(i): p for i, p in enumerate(prompts)})["tokens"]
     assert tokens == [plain[str(i)] for i in range(len(prompts))]
     assert server.counter(**gets) - before == 1
+    assert server.counter("vllm:singleflight_flights", event="led") >= 1
     assert server.counter(**attached) == len(prompts) - 1
     assert server.counter("vllm:singleflight_requests", event="ready") == len(prompts) - 1
     assert server.counter("vllm:singleflight_blocks", role="adopted") == 64 * (len(prompts) - 1)
