@@ -18,12 +18,11 @@ except ImportError as error:
         f"singleflight.aio needs anyio 4.15 or later ({error}); `pip install 'kv-singleflight[aio]'`"
     ) from None
 
-from ..policy import Policy
-from ..stats import Outcome, Reason
+from ..core.policy import Policy
+from ..core.stats import Outcome, Reason
 from .errors import FlightError, FlightReset, FlightTimeout, LoadFailed
 from .group import FlightGroup
-from .handle import FlightHandle
-from .load import Loader
+from .handle import FlightHandle, Loader
 
 __all__ = [
     "FlightError",

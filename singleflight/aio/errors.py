@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
-from ..stats import Reason
+from ..core.stats import Reason
+
+
+def shown(keys: Sequence[Hashable]) -> str:
+    """The first keys, for a message."""
+    return ", ".join(repr(key) for key in keys[:3]) + (", …" if len(keys) > 3 else "")
 
 
 class FlightError(Exception):
@@ -24,8 +29,7 @@ class FlightError(Exception):
         self.keys = tuple(keys)
 
     def __str__(self) -> str:
-        shown = ", ".join(repr(key) for key in self.keys[:3]) + (", …" if len(self.keys) > 3 else "")
-        return f"{self.what}; without a value: {len(self.keys)} keys ({shown})"
+        return f"{self.what}; without a value: {len(self.keys)} keys ({shown(self.keys)})"
 
 
 class LoadFailed(FlightError):

@@ -35,6 +35,8 @@ class Event(Enum):
     LEADER_LEFT = "leader left"
     OVERDUE = "deadline passed"
     RESET = "reset"
+    CUT = "failed in part"
+    """Only its first blocks are there. It goes on as a flight of these."""
     LAND = "land"
     FAIL = "fail"
 
@@ -44,19 +46,23 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = MappingProxyType(
         (State.LOADING, Event.LEADER_LEFT): State.ORPHANED,
         (State.LOADING, Event.OVERDUE): State.OVERDUE,
         (State.LOADING, Event.RESET): State.DISCARDED,
+        (State.LOADING, Event.CUT): State.LOADING,
         (State.LOADING, Event.LAND): State.LANDED,
         (State.LOADING, Event.FAIL): State.FAILED,
         (State.ORPHANED, Event.OVERDUE): State.OVERDUE,
         (State.ORPHANED, Event.RESET): State.DISCARDED,
+        (State.ORPHANED, Event.CUT): State.ORPHANED,
         (State.ORPHANED, Event.LAND): State.LANDED,
         (State.ORPHANED, Event.FAIL): State.FAILED,
         (State.OVERDUE, Event.LEADER_LEFT): State.OVERDUE,
         (State.OVERDUE, Event.OVERDUE): State.OVERDUE,
         (State.OVERDUE, Event.RESET): State.DISCARDED,
+        (State.OVERDUE, Event.CUT): State.OVERDUE,
         (State.OVERDUE, Event.LAND): State.LANDED,
         (State.OVERDUE, Event.FAIL): State.FAILED,
         (State.DISCARDED, Event.LEADER_LEFT): State.DISCARDED,
         (State.DISCARDED, Event.RESET): State.DISCARDED,
+        (State.DISCARDED, Event.CUT): State.DISCARDED,
         (State.DISCARDED, Event.LAND): State.LANDED,
         (State.DISCARDED, Event.FAIL): State.FAILED,
     }
@@ -81,12 +87,15 @@ class Flight:
         leader: the request that owns the load.
         hashes: block hashes, in prompt order; length n.
         destination: what the driver keeps for each hash (GPU blocks in vLLM); length n, opaque here.
-        miss: the block hash after the run which the leader's lookup did not find, if it is known.
+        hit: the block hash right after the run, if the leader's lookup has found it and it is not loaded.
+        miss: the first block hash after the run which the leader's lookup did not find, if it is known.
         started: when the flight was registered, seconds on the driver's monotonic clock.
         work: blocks that the link has to bring before the last of these (`Forecast`); None if it queues.
-        whole: each of its hashes, which differ, has pointed at it since: no other flight loads one of them.
+        whole: all of its hashes point at it in the table, and no two are the same. Then a run through it is
+            one comparison of tuples. False for good once another flight has one of them (`table._list`).
         state: see `State`.
-        followers: requests that wait for this flight, in order of arrival.
+        followers: requests that wait for this flight, in order of arrival -> how many of its blocks, counted
+            from the first, have to be there for them.
         fan_in: members so far, leader included; never decreases.
     """
 
@@ -96,6 +105,7 @@ class Flight:
         "followers",
         "generation",
         "hashes",
+        "hit",
         "leader",
         "miss",
         "started",
@@ -113,6 +123,7 @@ class Flight:
         started: float,
         miss: Hashable | None = None,
         work: int | None = None,
+        hit: Hashable | None = None,
     ) -> None:
         if len(hashes) != len(destination):
             raise ValueError(f"{len(hashes)} hashes but {len(destination)} destinations")
@@ -123,11 +134,12 @@ class Flight:
         self.hashes = tuple(hashes)
         self.destination = tuple(destination)
         self.started = started
+        self.hit = hit
         self.miss = miss
         self.work = work
         self.whole = True
         self.state = State.LOADING
-        self.followers: dict[Hashable, None] = {}
+        self.followers: dict[Hashable, int] = {}
         self.fan_in = 1
 
     @property
@@ -141,6 +153,19 @@ class Flight:
         except KeyError:
             raise IllegalEvent(f"{event.value!r} in state {self.state.value!r}: {self!r}") from None
         return self.state
+
+    def cut(self, blocks: int) -> tuple[Hashable, ...]:
+        """Go on as a flight of the first `blocks` blocks; returns the hashes of the others.
+
+        Raises ValueError, and changes nothing, unless there are so many; IllegalEvent as `apply` does.
+        """
+        if not 0 < blocks <= len(self.hashes):
+            raise ValueError(f"cannot cut {self!r} to {blocks} blocks")
+        self.apply(Event.CUT)
+        lost = self.hashes[blocks:]
+        self.hashes, self.destination = self.hashes[:blocks], self.destination[:blocks]
+        self.hit = self.miss = None  # they were about what comes after the whole run
+        return lost
 
     def __repr__(self) -> str:
         return (

@@ -20,7 +20,8 @@ class Policy:
 
     deadline_per_block_s: float = 0.05
     """Further seconds for each block of the flights it waits for, however few of them it adopts, so that
-    a long load is not mistaken for a dead one: a 2 MiB block at 40 MB/s. At least 0."""
+    a long load is not mistaken for a dead one: a 2 MiB block (16 tokens of an 8B model) at 40 MB/s. At
+    least 0. The connector sets it from its `deadline_per_token_s`; for the async driver, a block is a key."""
 
     deadline_learned_factor: float = 0.0
     """If above 0, wait at least this many times the longest load observed lately: for stores where loads
@@ -39,10 +40,36 @@ class Policy:
     load would take; while too little is known it waits. 1: waiting must not lose. What is spared by waiting
     (a Get, GPU blocks) may be worth more than that to you. 0: always wait."""
 
+    compute_patience: float = 1.25
+    """The connector, with `load_or_compute`: a request computes what the store has only if that is expected
+    to be more than so many times faster than its load. A load's report comes with the end of a step and a
+    prefill's speed is that of other prompts, so both are known to about a quarter; and what is computed is
+    taken from others. More than 1: compute less often."""
+
+    compute_decode_share: float = 0.001
+    """The connector, with `load_or_compute`: nobody computes what the store has while more requests decode
+    than this share of a step's token budget: each of them would wait for each step of the prefill. 8 of
+    8,192: below that, a prefill that nobody had to do is not what the p99 of token times is made of."""
+
+    broken_ttl_s: float = 30.0
+    """The connector: seconds for which a block that could not be read is not asked for again. Two Gets and
+    time-outs a minute, not one a request. Nobody overwrites such a key while the store says that it exists,
+    and what is computed meanwhile is in the local cache. Not longer, since what failed may have been the
+    link, and then the key is readable again at once. 0: never remembered."""
+
+    breaker_failures: int = 5
+    """The connector: after so many loads in a row that fail or are overdue, requests wait for no others'
+    loads for a while. One broken key can fail two flights of a cohort; five without one that lands between
+    them are the store's path. 0: never."""
+
+    breaker_pause_s: float = 30.0
+    """Seconds of that. A store node restarts in about that time, and until it has, one cohort each half
+    minute waits for its deadline of 10 s, not every one."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            whole = field.name.startswith("max_")
+            whole = isinstance(field.default, int)
             ok = (
                 isinstance(value, int if whole else (int, float))
                 and not isinstance(value, bool)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import stat
 import types
 import typing
@@ -17,12 +18,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from singleflight.traces.writer import replaced
+from singleflight.files import shown
+from singleflight.files.atomic import replaced
 
 T = TypeVar("T")
 
 MAX_BYTES = 16 * 2**20
 """Larger files are none of ours; reading one must not hurt a server."""
+MAX_TEXT = 10_000
+"""Characters of one text in them."""
 
 
 @dataclass(frozen=True)
@@ -65,65 +69,88 @@ def _plain(value: Any) -> Any:
     return value.value
 
 
-def read(path: Path, schema: str, kind: type[T], known_keys_only: bool = True) -> T:
+def read(path: Path, schema: str, kind: type[T], known_keys_only: bool = True, again: str | None = None) -> T:
     """Read a file that `write` wrote, or a person.
 
     Args:
         kind: the dataclass.
+        again: how to have a file of another version made anew.
         known_keys_only: further keys are an error (at the top: others leave room for a newer writer).
 
     Raises:
         Refused: missing, unreadable, not JSON, another schema, an unknown, missing or repeated key, a wrong
             type or a value out of range.
     """
-    document = _document(path)
+    document = document_in(path)
     found = document.pop("schema", None)
     if found != schema:
-        raise Refused(f'{path}: schema: {_shown(found)} is not accepted; give "{schema}"')
-    return parse(document, kind, f"{path}: ", known_keys_only)
+        family = schema.rpartition("/")[0]
+        if again is not None and isinstance(found, str) and found.rpartition("/")[0] == family:
+            raise Refused(
+                f"{shown.path(path)}: schema: {shown.as_json(found)} is of another version; {again}"
+            )
+        raise Refused(f'{shown.path(path)}: schema: {shown.as_json(found)} is not accepted; give "{schema}"')
+    return parse(document, kind, f"{shown.path(path)}: ", known_keys_only)
 
 
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # a pipe would hold a server's start up
-            raise Refused(f"{path}: is not a regular file; give a JSON file")
-        if about.st_size > MAX_BYTES:
-            raise Refused(f"{path}: is larger than {MAX_BYTES >> 20} MiB; give a file this program wrote")
-        text = path.read_text(encoding="utf-8")
-    except OSError as fault:
-        raise Refused(f"{path}: {fault.strerror or fault}; give a file that can be read") from None
-    except Refused:
-        raise
-    except UnicodeDecodeError:
-        raise Refused(f"{path}: is not UTF-8; give a JSON file") from None
-    except ValueError:  # a NUL in the name
-        raise Refused(f"{str(path)!r}: is not a possible file name; give a JSON file") from None
+def document_in(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+        Refused: as `read`, of whatever is not a JSON object.
+    """
+    where = shown.path(path)
+    text = _text(path, where)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise Refused(f"{path}: {key}: is there twice; give each key once")
+                raise Refused(f"{where}: {shown.text(key)}: is there twice; give each key once")
             found[key] = value
         return found
 
     def constant(name: str) -> NoReturn:
-        raise Refused(f"{path}: {name} is not accepted; give finite numbers")
+        raise Refused(f"{where}: {name} is not accepted; give finite numbers")
 
     try:
         document = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except json.JSONDecodeError as fault:
-        raise Refused(f"{path}:{fault.lineno}: {fault.msg}; give one JSON object") from None
+        raise Refused(f"{where}:{fault.lineno}: {fault.msg}; give one JSON object") from None
     except RecursionError:
-        raise Refused(f"{path}: is nested too deeply; give one JSON object") from None
+        raise Refused(f"{where}: is nested too deeply; give one JSON object") from None
     except Refused:
         raise
     except ValueError:  # int() has a limit on digits
-        raise Refused(f"{path}: has a number that is out of all range; give finite numbers") from None
+        raise Refused(f"{where}: has a number that is out of all range; give finite numbers") from None
     if not isinstance(document, dict):
-        raise Refused(f"{path}: {_shown(document)} is not accepted; give one JSON object")
+        raise Refused(f"{where}: {shown.as_json(document)} is not accepted; give one JSON object")
     return document
+
+
+def _text(path: Path, where: str) -> str:
+    try:
+        if not stat.S_ISREG(
+            path.stat().st_mode
+        ):  # a pipe would hold a server's start-up, a device has no end
+            raise Refused(f"{where}: is not a regular file; give a JSON file")
+        # Not even a pipe that took its place since then is waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as fault:
+        raise Refused(f"{where}: {fault.strerror or fault}; give a file that can be read") from None
+    except Refused:
+        raise
+    except ValueError:  # a NUL or a lone surrogate in the name
+        raise Refused(f"'{where}': is not a possible file name; give a JSON file") from None
+    if len(data) > MAX_BYTES:
+        raise Refused(f"{where}: is larger than {MAX_BYTES >> 20} MiB; give a file this program wrote")
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise Refused(f"{where}: starts with a byte order mark (BOM); give a JSON file without one")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise Refused(f"{where}: is not UTF-8; give a JSON file") from None
 
 
 def parse(document: dict[str, Any], kind: type[T], where: str, known_keys_only: bool = True) -> T:
@@ -133,7 +160,7 @@ def parse(document: dict[str, Any], kind: type[T], where: str, known_keys_only: 
     known = {each.name: each for each in dataclasses.fields(kind)}
     for key in document:
         if key not in known and known_keys_only:
-            raise Refused(f"{where}{key}: unknown key; accepted are {', '.join(known)}")
+            raise Refused(f"{where}{shown.text(key)}: unknown key; accepted are {', '.join(known)}")
     values = {}
     for name, each in known.items():
         if name in document:
@@ -143,7 +170,7 @@ def parse(document: dict[str, Any], kind: type[T], where: str, known_keys_only: 
     try:
         return typing.cast(T, kind(**values))
     except Refused as fault:  # what only the dataclass itself can judge
-        raise Refused(f"{where}{fault}") from None
+        raise Refused(f"{where}{shown.text(fault, 300)}") from None
 
 
 def _value(value: Any, hint: Any, where: str) -> Any:
@@ -161,7 +188,10 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         return [_value(each, inner, f"{where}[{i}]") for i, each in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         inner = typing.get_args(hint)[1]
-        return {key: _value(each, inner, f"{where}.{key}") for key, each in value.items()}
+        return {
+            _value(key, str, where): _value(each, inner, f"{where}.{shown.text(key)}")
+            for key, each in value.items()
+        }
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return parse(value, typing.cast("type[Any]", hint), f"{where}.")
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -170,13 +200,25 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     elif hint is float and type(value) in (int, float):
         if (bounds or Between()).low <= value <= (bounds or Between()).high:
             return float(value)
-    elif (
-        hint in (str, bool, int)
-        and type(value) is hint
-        and (not bounds or bounds.low <= value <= bounds.high)
-    ):
+    elif hint is str and type(value) is str:
+        if len(value) <= MAX_TEXT and is_unicode(value):
+            return value
+        raise Refused(
+            f"{where}: {shown.as_json(value)} is not accepted;"
+            f" give a text of at most {MAX_TEXT:,} characters, without lone surrogates"
+        )
+    elif hint in (bool, int) and type(value) is hint and (not bounds or bounds.low <= value <= bounds.high):
         return value
-    raise Refused(f"{where}: {_shown(value)} is not accepted; give {_accepted(hint, bounds)}")
+    raise Refused(f"{where}: {shown.as_json(value)} is not accepted; give {_accepted(hint, bounds)}")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be printed and written: JSON's escapes can spell half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _accepted(hint: Any, bounds: Between | None = None) -> str:
@@ -192,8 +234,3 @@ def _accepted(hint: Any, bounds: Between | None = None) -> str:
         return "one of " + ", ".join(str(each.value) for each in hint)
     names = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
     return names.get(hint, "an object") + str(bounds or "")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

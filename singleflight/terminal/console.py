@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
-from .quantity import Quantity
 
 out = Console()
 err = Console(stderr=True)
@@ -56,11 +53,3 @@ def orderly() -> Iterator[None]:
         stop("interrupted; everything that was started has been stopped", INTERRUPTED)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def quantities(figures: Mapping[str, Quantity]) -> Table:
-    """Name, value, unit and origin."""
-    table = Table("figure", "value", "unit", "from", title="Figures", title_justify="left")
-    for name, quantity in figures.items():
-        table.add_row(name, f"{quantity.value:,.4g}", quantity.unit, quantity.origin.value)
-    return table

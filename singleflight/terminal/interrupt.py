@@ -34,9 +34,13 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Watch for Ctrl-C while the block runs. Outside the main thread nothing can, and nothing is changed."""
+    """Watch for Ctrl-C while the block runs.
+
+    Nothing is changed where nothing can (outside the main thread), or should: a shell starts the background
+    jobs of a script with SIGINT ignored, so that Ctrl-C ends the script and not them.
+    """
     state = Interrupts()
-    if threading.current_thread() is not threading.main_thread():
+    if not _concerned():
         yield state
         return
     hook = sys.unraisablehook
@@ -62,7 +66,7 @@ def shielded() -> Iterator[None]:
     The terminal sends it to the whole process group. A worker has nothing to do with it but print a
     traceback, from wherever it is; whoever started the worker ends it.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _concerned():
         yield
         return
     handler = signal.getsignal(signal.SIGINT)
@@ -77,3 +81,8 @@ def shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if missed and callable(handler):
             handler(missed[0], None)
+
+
+def _concerned() -> bool:
+    main = threading.current_thread() is threading.main_thread()
+    return main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

@@ -178,6 +178,7 @@ class Bench:
 def assert_quiet(flights: FlightGroup[Any, Any]) -> None:
     """Nothing is pending, and every attachment has ended by exactly one outcome."""
     assert repr(flights._table) == "<PendingBlockTable blocks=0 flights=[] members=[]>"
+    assert flights._driver._budgets._loads == {}  # they would keep the values
     counts = flights.snapshot()
     assert (counts["loading"], counts["pending"]) == (0, 0)
     assert counts["attached"] == counts["ready"] + counts["cancelled"] + sum(counts["fell_back"].values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -152,3 +153,20 @@ async def test_a_loader_that_blocks_the_loop_is_caught(quiet: Any) -> None:
             await flights.load(["k"])
         assert isinstance(caught.value.__cause__, BlockingError)
     quiet(flights)
+
+
+async def test_the_context_that_the_caller_runs_in_can_be_given_to_the_loader(quiet: Any) -> None:
+    name: ContextVar[str] = ContextVar("name", default="nobody")
+    context = copy_context()
+    context.run(name.set, "service")
+
+    async def loader(keys: Any) -> Any:
+        return dict.fromkeys(keys, name.get())
+
+    async def caller() -> Any:
+        async with FlightGroup(loader, loader_context=context) as flights:
+            values = await flights.load(["k"])
+        quiet(flights)
+        return values
+
+    assert await asyncio.create_task(caller(), context=context) == {"k": "service"}

@@ -52,6 +52,45 @@ async def test_the_budget_is_for_the_whole_flight_of_which_a_caller_wants_one_ke
         assert caller.ended_at - start == 10 + 20 * 0.5
 
 
+@pytest.mark.parametrize(
+    ("options", "keys", "seconds"),
+    [
+        ({}, [7], 2 * 10.5),
+        ({}, [7, 8, 9], 2 * 11.5),
+        ({}, ["own", 7], 2 * 11),
+        ({"deadline_factor": 1}, [7], 10.5),
+        ({"deadline_factor": 3.5}, [7], 3.5 * 10.5),
+        ({"deadline_factor": math.inf}, [7], 10 + 10_000 * 0.5),
+    ],
+)
+async def test_a_caller_of_few_keys_does_not_wait_out_the_budget_of_a_huge_load(
+    open_bench: Any, options: dict[str, float], keys: list[Any], seconds: float
+) -> None:
+    """Case 20: the bulk load may take 5,010 s; who wants one key of it gives up by the measure of one key."""
+    async with open_bench(policy=POLICY, **options) as bench:
+        start = anyio.current_time()
+        bulk = await bench.caller(range(10_000))
+        caller = await (await bench.caller(keys)).ended()
+        assert caller.ended_at - start == seconds
+        assert isinstance(caller.error, FlightTimeout)
+        # The bulk load's own caller has its whole budget.
+        assert (await bulk.ended()).ended_at - start == 10 + 10_000 * 0.5
+
+
+async def test_a_deadline_of_ones_own_is_not_bounded_by_the_number_of_keys(open_bench: Any) -> None:
+    async with open_bench(policy=POLICY) as bench:
+        start = anyio.current_time()
+        await bench.caller(range(10_000))
+        caller = await (await bench.caller([7], deadline=4000)).ended()
+        assert caller.ended_at - start == 4000
+
+
+@pytest.mark.parametrize("factor", [0, 0.99, -1, math.nan])
+async def test_a_deadline_factor_is_at_least_one(store_class: Any, factor: float) -> None:
+    with pytest.raises(ValueError, match=r"deadline_factor: .* is not accepted; give a number >= 1"):
+        FlightGroup(store_class().load, deadline_factor=factor)
+
+
 async def test_a_hanging_loader_holds_nobody_and_is_cancelled_with_its_last_caller(open_bench: Any) -> None:
     async with open_bench(policy=POLICY) as bench:
         start = anyio.current_time()

@@ -71,6 +71,19 @@ async def test_joining_needs_an_open_group(store_class: Any, when: str) -> None:
         flights.reset()
 
 
+async def test_a_flight_that_could_not_be_joined_says_so_and_may_be_joined_later(store_class: Any) -> None:
+    store = store_class()
+    flights: FlightGroup[Any, Any] = FlightGroup(store.load)
+    flight = flights.join(["k"])
+    with pytest.raises(RuntimeError, match="not entered"):
+        await flight.__aenter__()
+    with pytest.raises(RuntimeError, match="inside its `async with` block"):
+        await flight
+    async with flights, flight:
+        (await store.call(1)).succeed()
+        assert await flight == {"k": ("k", 1)}
+
+
 async def test_a_group_is_entered_once(store_class: Any) -> None:
     async with FlightGroup(store_class().load) as flights:
         with pytest.raises(RuntimeError, match="entered once"):

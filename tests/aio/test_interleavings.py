@@ -75,7 +75,9 @@ class World:
         number = len(self.began)
         self.began.append(tuple(keys))
         # Nobody joins or repeats what is under way: what runs, and is wanted, has no key in common.
-        shared = [key for load in self.flights._running if load.flight is not None for key in load.keys]
+        shared = [
+            key for load in self.flights._driver.running if load.flight is not None for key in load.keys
+        ]
         assert len(shared) == len(set(shared)), shared
         assert len(self.flights._table) <= self.plan.max_blocks
         plan = self.plan.loads[number % len(self.plan.loads)]

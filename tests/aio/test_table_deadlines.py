@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from singleflight.policy import Policy
-from singleflight.stats import Outcome, Reason
-from singleflight.table import Left, PendingBlockTable
+from singleflight.core.policy import Policy
+from singleflight.core.stats import Outcome, Reason
+from singleflight.core.table import Left, PendingBlockTable
 
 POLICY = Policy(deadline_base_s=10, deadline_per_block_s=0)
 

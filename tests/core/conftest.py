@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from singleflight.flight import Flight
-from singleflight.policy import Policy
-from singleflight.stats import Outcome, Reason
-from singleflight.table import Left, PendingBlockTable, Segment
+from singleflight.core.flight import Flight
+from singleflight.core.policy import Policy
+from singleflight.core.stats import Outcome, Reason
+from singleflight.core.table import Left, PendingBlockTable, Segment
 
 # Binary fractions, so that deadlines can be compared exactly.
 POLICY = Policy(deadline_base_s=8.0, deadline_per_block_s=0.25, max_handovers=1, max_blocks=64)

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from singleflight.estimate import ENOUGH, OUTLIER, WINDOW, LoadTimes
-from singleflight.flight import State
-from singleflight.table import Publish, Segment
+from singleflight.core.estimate import ENOUGH, OUTLIER, WINDOW, LoadTimes
+from singleflight.core.flight import State
+from singleflight.core.table import Publish, Segment
 
 LATENCY_S, PER_BLOCK_S = 0.25, 0.125
-sizes = st.lists(st.integers(1, 1000), min_size=ENOUGH, max_size=60)
 
 
 def learned(*loads: tuple[float, float]) -> LoadTimes:
@@ -22,8 +21,14 @@ def learned(*loads: tuple[float, float]) -> LoadTimes:
 
 
 class TestLoadTimes:
-    @given(sizes, st.floats(0, 10), st.floats(0, 1), st.integers(1, 1000))
+    @given(
+        st.lists(st.integers(250, 250 * int(OUTLIER)), min_size=ENOUGH, max_size=60),
+        st.floats(0, 10),
+        st.floats(0, 1),
+        st.integers(1, 1000),
+    )
     def test_a_line_without_noise_is_found(self, seen, latency, per_block, asked):
+        """No load takes more than OUTLIER times another: while all were of one size, that would be cut."""
         times = learned(*((n, latency + per_block * n) for n in seen))
         if len(set(seen[-WINDOW:])) > 1:
             assert times.seconds(asked) == pytest.approx(latency + per_block * asked, rel=1e-6, abs=1e-6)
@@ -162,6 +167,14 @@ class TestLearning:
                 world.table.land(flight.generation, world.now)
         assert world.table.forecast.times.seconds(1) < 3
 
+    def test_from_nothing_where_one_load_runs_at_a_time(self, world):
+        """A load of one's own never overtakes another there: there is nothing to weigh."""
+        for turn in range(ENOUGH):
+            flight = world.lead(f"L{turn}", [turn])
+            world.now += 1.0
+            world.table.land(flight.generation, world.now)
+        assert world.table.forecast.times.seconds(1) is None
+
     def test_from_no_failure(self, world):
         world.table.forecast.lanes = 2
         for turn in range(ENOUGH):
@@ -188,6 +201,13 @@ class TestOvertaking:
         world.lead("B", range(4))
         assert world.run(range(4)) == [Segment(first, 0, 4)]
         assert world.stats.overtook == 0
+
+    def test_one_that_serves_more_takes_over_whenever_it_lands(self, known):
+        world = known()
+        first = world.lead("A", range(6))
+        second = world.lead("B", range(2, 9), over=True)
+        assert world.run(range(9)) == [Segment(first, 0, 2), Segment(second, 0, 7)]
+        assert world.stats.overtook == 1
 
     def test_the_end_of_either_leaves_the_other_alone(self, known):
         """Hazards H2, H4: compare-and-delete, whichever ends first and however."""
@@ -220,3 +240,13 @@ class TestOwnBudget:
         assert flight.joinable
         world.expire(0.25)
         assert flight.state is State.OVERDUE
+
+    def test_one_quick_load_after_a_slow_one_hardly_shortens_it(self, world_with):
+        """Ten seconds, then an instant: nine are remembered, so the budget is 18 s and not the policy's 9."""
+        world = world_with(deadline_learned_factor=2.0)
+        slow = world.lead("S", [99])
+        world.now += 10
+        world.table.land(slow.generation, world.now)
+        quick = world.lead("Q", [98])
+        world.table.land(quick.generation, world.now)
+        assert world.table.budget_s(4) == 18.0

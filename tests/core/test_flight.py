@@ -4,17 +4,17 @@ from itertools import product
 
 import pytest
 
-from singleflight.flight import FINAL, JOINABLE, TRANSITIONS, Event, Flight, IllegalEvent, State, diagram
+from singleflight.core.flight import FINAL, JOINABLE, TRANSITIONS, Event, Flight, IllegalEvent, State, diagram
 
 # What the design says, written out once more by hand; "-" is an illegal event.
 LIFE = """
-            LEADER_LEFT  OVERDUE    RESET      LAND    FAIL
-LOADING     ORPHANED     OVERDUE    DISCARDED  LANDED  FAILED
-ORPHANED    -            OVERDUE    DISCARDED  LANDED  FAILED
-OVERDUE     OVERDUE      OVERDUE    DISCARDED  LANDED  FAILED
-DISCARDED   DISCARDED    -          DISCARDED  LANDED  FAILED
-LANDED      -            -          -          -       -
-FAILED      -            -          -          -       -
+            LEADER_LEFT  OVERDUE    RESET      CUT        LAND    FAIL
+LOADING     ORPHANED     OVERDUE    DISCARDED  LOADING    LANDED  FAILED
+ORPHANED    -            OVERDUE    DISCARDED  ORPHANED   LANDED  FAILED
+OVERDUE     OVERDUE      OVERDUE    DISCARDED  OVERDUE    LANDED  FAILED
+DISCARDED   DISCARDED    -          DISCARDED  DISCARDED  LANDED  FAILED
+LANDED      -            -          -          -          -       -
+FAILED      -            -          -          -          -       -
 """
 _events, *_rows = (line.split() for line in LIFE.strip().splitlines())
 LIFE_TABLE = {
@@ -23,8 +23,8 @@ LIFE_TABLE = {
 
 
 def a_flight(state: State = State.LOADING) -> Flight:
-    flight = Flight(7, "leader", ["h1", "h2"], ["d1", "d2"], started=1.5, miss="h3")
-    flight.followers["f"] = None
+    flight = Flight(7, "leader", ["h1", "h2"], ["d1", "d2"], started=1.5, miss="h4", hit="h3")
+    flight.followers["f"] = 2
     flight.fan_in = 2
     flight.state = state
     return flight
@@ -39,7 +39,7 @@ class TestInit:
         flight = Flight(1, "leader", ["h1", "h2"], ["d1", "d2"], 0.0)
         assert (flight.state, flight.fan_in, flight.followers) == (State.LOADING, 1, {})
         assert flight.joinable
-        assert flight.miss is None
+        assert (flight.hit, flight.miss) == (None, None)
 
     def test_keeps_its_own_copy_of_the_blocks(self):
         hashes, destination = ["h1", "h2"], [1, 2]
@@ -84,6 +84,30 @@ class TestApply:
     def test_the_table_is_read_only(self):
         with pytest.raises(TypeError):
             TRANSITIONS[State.LANDED, Event.FAIL] = State.FAILED  # type: ignore[index]
+
+
+class TestCut:
+    def test_the_first_blocks_stay_and_the_hashes_of_the_others_come_back(self):
+        flight = a_flight()
+        assert flight.cut(1) == ("h2",)
+        assert (flight.hashes, flight.destination, flight.state) == (("h1",), ("d1",), State.LOADING)
+        assert (flight.hit, flight.miss) == (None, None), "h3 and h4 came after h2"
+
+    @pytest.mark.parametrize("blocks", [-1, 0, 3])
+    def test_to_no_block_or_more_than_there_are_is_refused(self, blocks):
+        flight = a_flight()
+        before = picture(flight)
+        with pytest.raises(ValueError, match=f"to {blocks} blocks"):
+            flight.cut(blocks)
+        assert picture(flight) == before
+
+    @pytest.mark.parametrize("state", sorted(FINAL, key=lambda s: s.name))
+    def test_what_has_ended_is_not_cut(self, state):
+        flight = a_flight(state)
+        before = picture(flight)
+        with pytest.raises(IllegalEvent):
+            flight.cut(1)
+        assert picture(flight) == before
 
 
 class TestJoinable:

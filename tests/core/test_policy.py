@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from singleflight.policy import Policy
+from singleflight.core.policy import Policy
 
 
 class TestDefaults:
@@ -35,6 +35,9 @@ class TestValidation:
             ("deadline_per_block_s", 0),
             ("max_handovers", 0),
             ("max_blocks", 1),
+            ("broken_ttl_s", 0),
+            ("breaker_failures", 0),
+            ("breaker_pause_s", 0),
         ],
     )
     def test_the_edge_of_what_is_accepted(self, name, value):
@@ -64,7 +67,7 @@ class TestValidation:
         with pytest.raises(ValueError, match=f"{name}: 0 is not accepted; give .* > 0"):
             Policy(**{name: 0})
 
-    @pytest.mark.parametrize("name", ["max_handovers", "max_blocks"])
+    @pytest.mark.parametrize("name", ["max_handovers", "max_blocks", "breaker_failures"])
     def test_a_count_is_a_whole_number(self, name):
         with pytest.raises(ValueError, match=f"{name}: 1.0 is not accepted; give a whole number"):
             Policy(**{name: 1.0})

@@ -3,7 +3,7 @@
 import json
 from dataclasses import fields
 
-from singleflight.stats import Outcome, Reason, Stats
+from singleflight.core.stats import Outcome, Reason, Stats
 
 
 class TestEnums:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from singleflight.table import PendingBlockTable, Publish, Segment
+from singleflight.core.table import PendingBlockTable, Publish, Segment
 
 
 def blocks(first: int, last: int) -> list[int]:
@@ -74,6 +74,24 @@ class TestRun:
         second = world.lead("B", blocks(1, 6))
         assert world.run(blocks(1, 6)) == [Segment(second, 0, 2), Segment(first, 0, 2), Segment(second, 4, 2)]
 
+    @pytest.mark.parametrize("others", [[], ["x", "y"]], ids=["alone", "beside an unrelated flight"])
+    def test_a_flight_that_has_its_blocks_to_itself_is_found_by_its_first(self, world_with, others):
+        """A prompt of 1,000 pending blocks costs a lookup one question, not 1,000."""
+        world, asked = world_with(max_blocks=2000), []
+
+        class Block:
+            def __hash__(self):
+                asked.append(self)
+                return id(self)
+
+        prompt = [Block() for _ in range(1000)]
+        flight = world.lead("L", prompt)
+        if others:
+            world.lead("M", others)
+        asked.clear()
+        assert world.run(prompt) == [Segment(flight, 0, 1000)]
+        assert asked == prompt[:1]
+
     def test_asking_a_thousand_times_changes_nothing(self, world):
         """Hazard J1: lookups that never load must leave nothing behind."""
         world.lead("L", blocks(1, 8))
@@ -94,6 +112,14 @@ class TestLead:
         assert (a.leader, a.started, a.miss, b.miss) == ("A", world.now, 2, None)
         assert world.table.leads("A") is a
         assert (world.stats.flights, world.stats.blocks_led) == (2, 2)
+
+    def test_what_its_lookup_has_said_of_the_next_blocks_is_known_at_its_end(self, world):
+        world.lead("L", [1, 2], hit=3, miss=4)
+        (whole,), (part,) = world.run([1, 2, 3]), world.run([1])
+        assert [whole.known_hit(block) for block in (3, 4)] == [True, False]
+        assert [whole.known_miss(block) for block in (3, 4)] == [False, True]
+        assert not part.known_hit(3)
+        assert not part.known_miss(4)
 
     def test_a_leader_cannot_lead_twice_at_a_time(self, world):
         flight = world.lead("L", [1])
@@ -178,6 +204,20 @@ class TestAttach:
         world.table.land(flight.generation)
         assert world.stats.snapshot()["fan_in"] == {"3": 1}
 
+    def test_those_who_wait_are_counted_until_the_flight_ends(self, world):
+        flight = world.lead("L", [1])
+        seen = []
+        for step in (
+            lambda: None,
+            lambda: world.join("F", [1]),
+            lambda: world.join("G", [1]),
+            lambda: world.table.leave("F"),
+            lambda: world.table.land(flight.generation),
+        ):
+            step()
+            seen.append(world.table.followers(flight.generation))
+        assert seen == [0, 1, 2, 1, 0]
+
     def test_nothing_to_attach_to(self, world):
         with pytest.raises(ValueError, match="nothing to attach to"):
             world.join("F", [1])
@@ -260,13 +300,15 @@ class TestMayJoin:
         assert not world.table.may_join("F", world.now)
         assert not world.table.may_join("G", world.now)
 
-    @pytest.mark.parametrize("outcome", ["land", "detach"])
+    @pytest.mark.parametrize("outcome", ["land", "cut"])
     def test_only_failures_use_up_a_hand_over(self, world_with, outcome):
         world = world_with(max_handovers=0)
         world.lead("A", [1])
         world.join("B", [1, 2])
         own = world.lead("B", [2])
-        world.table.land(own.generation) if outcome == "land" else world.table.detach("B")
+        if outcome == "cut":
+            assert world.table.cut(own.generation, 1) == []
+        world.table.land(own.generation)
         assert world.table.may_join("B", world.now)
 
     def test_a_broken_orphan_counts_only_once_against_a_retry_under_its_leaders_id(self, world):
@@ -292,6 +334,27 @@ class TestMayJoin:
         world.join("F", [1])
         world.table.land(2)
         assert world.table.may_join("F", world.now + 1000)
+
+
+class TestMayRetry:
+    """The cohort of a failed load gets one try at blocks that are known to be broken."""
+
+    def test_only_whoever_has_seen_a_load_fail_and_has_hand_overs_left(self, world_with):
+        world = world_with(max_handovers=2)
+        seen = [world.table.may_retry("F")]
+        for turn in range(3):
+            flight = world.lead(f"L{turn}", [1])
+            world.join("F", [1])
+            seen.append(world.table.may_retry("F"))
+            world.table.fail(flight.generation)
+        seen.append(world.table.may_retry("F"))
+        assert seen == [False, False, True, True, False]
+
+    def test_a_reset_is_no_failure(self, world):
+        world.lead("L", [1])
+        world.join("F", [1])
+        world.table.reset()
+        assert not world.table.may_retry("F")
 
 
 class TestRepr:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from singleflight.flight import State
-from singleflight.table import Publish, Segment
+from singleflight.core.flight import State
+from singleflight.core.table import Publish, Segment
 
 
 def blocks(first: int, last: int) -> list[int]:
@@ -76,37 +76,6 @@ class TestLeave:
         assert not world.table.may_join("F", world.now)
         assert world.table.leave("F") == []
         assert world.table.may_join("F", world.now)
-
-
-class TestDetach:
-    def test_a_follower_whose_own_load_failed_stops_waiting_but_may_come_back(self, world, cancelled, ready):
-        flight = world.lead("L", [1])
-        world.join("F", [1])
-        assert world.table.detach("F") == cancelled("F")
-        assert not world.table.waiting("F")
-        world.join("F", [1])
-        assert world.table.land(flight.generation) == [Publish(flight), *ready("F")]
-
-    def test_keeps_its_deadline(self, world, too_late):
-        world.lead("L", [1])
-        world.join("F", [1])
-        world.table.detach("F")
-        world.now += 5
-        world.join("F", [1])
-        assert world.expire(3.25) == too_late("F")
-
-    def test_does_not_touch_what_it_leads(self, world):
-        world.lead("A", [1])
-        world.join("B", [1, 2])
-        flight = world.lead("B", [2])
-        world.table.detach("B")
-        assert (flight.state, world.table.leads("B")) == (State.LOADING, flight)
-
-    def test_whoever_does_not_wait(self, world):
-        world.lead("L", [1])
-        before = world.picture()
-        assert world.table.detach("L") == world.table.detach("stranger") == []
-        assert world.picture() == before
 
 
 class TestLand:
@@ -339,6 +308,15 @@ class TestReset:
         world.join("F", [1])
         assert world.table.land(old.generation) == []
         assert world.table.land(new.generation) == [Publish(new), *ready("F")]
+
+    def test_costs_nobody_a_handover(self, world):
+        """Three resets in a row say nothing against the store: the request may still join and lead."""
+        for leader in "ABC":
+            world.lead(leader, [1])
+            world.join("F", [1])
+            world.table.reset()
+        assert world.table.may_join("F", world.now)
+        assert world.lead("F", [1]) is not None
 
     def test_twice_counts_each_flight_once(self, world):
         world.lead("L", [1])

@@ -10,15 +10,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from singleflight.estimate import Forecast, LoadTimes
-from singleflight.flight import Flight
-from singleflight.policy import Policy
-from singleflight.stats import Outcome, Reason
-from singleflight.table import Left, PendingBlockTable, Publish, Segment
+from singleflight.core.estimate import Forecast, LoadTimes
+from singleflight.core.flight import Flight
+from singleflight.core.policy import Policy
+from singleflight.core.stats import Outcome, Reason
+from singleflight.core.table import Left, PendingBlockTable, Publish, Segment
 
 POLICY = Policy(deadline_base_s=4, deadline_per_block_s=1, max_handovers=1, max_blocks=10)
 
@@ -60,7 +60,9 @@ class Waiter:
 
     deadline: float
     waits: list[int] = field(default_factory=list)
+    needs: dict[int, int] = field(default_factory=dict)  # generation -> of its first blocks, so many
     handovers: int = 0
+    adopted: int = 0  # blocks, when it attached the last time
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -104,7 +106,8 @@ class TableMachine(RuleBasedStateMachine):
 
     def falls_back(self, request: str, reason: Reason) -> Left:
         self.waiters[request].waits = []
-        self.waiters[request].handovers += 1
+        self.waiters[request].needs = {}
+        self.waiters[request].handovers += reason is not Reason.RESET
         self.fell_back[reason.value] += 1
         return Left(request, Outcome.FELL_BACK, reason)
 
@@ -112,6 +115,7 @@ class TableMachine(RuleBasedStateMachine):
         if not self.waits(request):
             return []
         self.waiters[request].waits = []
+        self.waiters[request].needs = {}
         self.count["cancelled"] += 1
         return [Left(request, Outcome.CANCELLED)]
 
@@ -133,15 +137,15 @@ class TableMachine(RuleBasedStateMachine):
 
     # -- rules -------------------------------------------------------------------------------------------
 
-    @rule(request=requests, hashes=prompts, miss=st.none() | st.integers(10, 12))
-    def lead(self, request: str, hashes: list[int], miss: int | None) -> None:
+    @rule(request=requests, hashes=prompts, miss=st.none() | st.integers(10, 12), over=st.booleans())
+    def lead(self, request: str, hashes: list[int], miss: int | None, over: bool = False) -> None:
         destination = [(request, self.count["flights"], index) for index in range(len(hashes))]
         call = (request, hashes, destination, self.clock, miss)
         if self.leads(request) is not None:
             with pytest.raises(ValueError, match="already leads"):
-                self.table.lead(*call)
+                self.table.lead(*call, over=over)
             return
-        flight = self.table.lead(*call)
+        flight = self.table.lead(*call, over=over)
         if not self.may_join(request):
             assert flight is None
             self.count["alone"] += 1
@@ -160,7 +164,7 @@ class TableMachine(RuleBasedStateMachine):
             for index, block in enumerate(hashes):
                 if block in self.pending and self.pending[block][0] != flight.generation:
                     holder = self.pending[block][0]
-                    if max(self.air[holder].expected, self.clock) <= expected:
+                    if not over and max(self.air[holder].expected, self.clock) <= expected:
                         continue
                     overtaken.add(holder)
                 elif block in self.pending:
@@ -238,10 +242,14 @@ class TableMachine(RuleBasedStateMachine):
         size = sum(len(self.air[generation].hashes) for generation in wanted)
         waiter = self.waiters.setdefault(request, Waiter(self.clock + 4 + size))
         waiter.waits = wanted
+        waiter.needs = {
+            g: max(s.start + s.length for s in segments if s.flight.generation == g) for g in wanted
+        }
         for generation in wanted:
             self.air[generation].fan_in += 1
         self.count["attached"] += 1
-        self.count["blocks_adopted"] += sum(s.length for s in segments)
+        waiter.adopted = sum(s.length for s in segments)
+        self.count["blocks_adopted"] += waiter.adopted
         self.open_attachments.add(request)
 
     @precondition(lambda self: self.air)
@@ -257,7 +265,7 @@ class TableMachine(RuleBasedStateMachine):
         for request in waiting:
             self.waiters[request].waits.remove(generation)
             if not self.waiters[request].waits:
-                del self.waiters[request]
+                self.count["blocks_spared"] += self.waiters.pop(request).adopted
                 self.count["ready"] += 1
                 expected.append(Left(request, Outcome.READY))
         self.check(self.table.land(generation), expected)
@@ -274,11 +282,26 @@ class TableMachine(RuleBasedStateMachine):
         expected = [self.falls_back(request, Reason.LEADER_FAILED) for request in waiting]
         self.check(self.table.fail(generation), expected)
 
-    @rule(pick=picks, landed=st.booleans())
-    def report_on_a_flight_that_is_not_in_the_air(self, pick: int, landed: bool) -> None:
+    @precondition(lambda self: self.air)
+    @rule(pick=picks, blocks=st.integers(1, 5))
+    def cut(self, pick: int, blocks: int) -> None:
+        """The load failed, but its first blocks are there."""
+        generation = list(self.air)[pick % len(self.air)]
+        load = self.air[generation]
+        blocks = min(blocks, len(load.hashes))
+        self.count["cut"] += 1
+        self.count["blocks_cut"] += len(load.hashes) - blocks
+        load.hashes = load.hashes[:blocks]
+        self.pending = {h: at for h, at in self.pending.items() if at[0] != generation or at[1] < blocks}
+        short = [r for r in self.followers(generation) if self.waiters[r].needs[generation] > blocks]
+        expected = [self.falls_back(request, Reason.LEADER_FAILED) for request in short]
+        self.check(self.table.cut(generation, blocks), expected)
+
+    @rule(pick=picks, report=st.sampled_from(["land", "fail", "cut"]))
+    def report_on_a_flight_that_is_not_in_the_air(self, pick: int, report: str) -> None:
         stale = [-1, 0, 10**6, *(f.generation for f in self.ended)]
-        report = self.table.land if landed else self.table.fail
-        assert report(stale[-1 - pick % len(stale)]) == []
+        more = (1,) if report == "cut" else ()
+        assert getattr(self.table, report)(stale[-1 - pick % len(stale)], *more) == []
         self.count["stale_reports"] += 1
 
     @rule(request=requests)
@@ -290,10 +313,6 @@ class TableMachine(RuleBasedStateMachine):
             self.air[generation].leader = None
             self.count["orphaned"] += self.air[generation].joinable
         self.check(self.table.leave(request), expected)
-
-    @rule(request=requests)
-    def detach(self, request: str) -> None:
-        self.check(self.table.detach(request), self.cancels(request))
 
     @rule(seconds=st.integers(1, 5))
     def time_passes_unnoticed(self, seconds: int) -> None:
@@ -349,7 +368,10 @@ class TableMachine(RuleBasedStateMachine):
         for generation, load in self.air.items():
             flight = load.real
             assert self.table._flights[generation] is flight
-            assert set(flight.followers) == set(self.followers(generation))
+            needed = {r: self.waiters[r].needs[generation] for r in self.followers(generation)}
+            assert flight.followers == needed
+            assert list(flight.hashes) == load.hashes
+            assert len(flight.destination) == len(load.hashes) >= max(needed.values(), default=0)
             assert (flight.fan_in, flight.joinable) == (load.fan_in, load.joinable)
             assert flight.fan_in >= 1 + len(flight.followers)
         for flight in self.ended:
@@ -378,6 +400,8 @@ class TableMachine(RuleBasedStateMachine):
         assert fan_in == self.fan_ins
         done = snapshot["ready"] + snapshot["cancelled"] + sum(fell_back.values())
         assert snapshot["attached"] == done + len(self.open_attachments)
+        assert self.table.stats.waiting == len(self.open_attachments)
+        assert self.table.in_air == len(self.air)
         assert snapshot["flights"] == snapshot["landed"] + snapshot["failed"] + len(self.air)
 
     def teardown(self) -> None:
@@ -392,4 +416,9 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestTable.settings = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # it says something of the machine only
+)

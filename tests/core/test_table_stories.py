@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from singleflight.table import Left, Publish
+from singleflight.core.table import Left, Publish
 
 
 def come_back(world, request: str, block: int) -> str:

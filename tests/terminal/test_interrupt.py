@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from singleflight.sim.interrupt import interrupts, shielded
+from singleflight.terminal.interrupt import interrupts, shielded
 
 
 def press() -> None:
@@ -45,6 +45,19 @@ def test_when_the_results_are_in_place_there_is_nothing_to_interrupt() -> None:
         press()
     with pytest.raises(KeyboardInterrupt):
         press()  # the usual handler is back
+
+
+def test_where_the_shell_has_it_ignored_it_stays_ignored() -> None:
+    """A background job of a script. Ctrl-C at the script must not end it half way."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts() as ctrl_c, shielded():
+            press()
+            press()
+        assert not ctrl_c.pressed
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_press_in_a_shielded_block_comes_after_it() -> None:
