@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from singleflight import strict
-from singleflight.sim.cost import Figures
+from singleflight.files import strict
+from singleflight.twin.figures import Figures
 
-SCHEMA = "kv-singleflight/calibration/1"
+SCHEMA = "kv-singleflight/calibration/2"
+
+AGAIN = "run `singleflight calibrate` again"
 
 
 class CalibrationError(ValueError):
@@ -20,7 +22,7 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Figures of the cost model, and where they were measured.
+    """The twin's figures, and where they were measured.
 
     Attributes:
         made_at: UTC, ISO 8601; empty in a file written by hand.
@@ -50,6 +52,6 @@ def read(path: Path) -> Calibration:
         CalibrationError: missing, unreadable, another schema, an unknown key, a wrong type, unit or value.
     """
     try:
-        return strict.read(path, SCHEMA, Calibration)
+        return strict.read(path, SCHEMA, Calibration, again=AGAIN)
     except strict.Refused as fault:
         raise CalibrationError(str(fault)) from None

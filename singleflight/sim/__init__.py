@@ -1,5 +1,5 @@
-"""The trace simulator: what share of cold block loads could single-flight remove, at which load window.
+"""The trace model: what share of cold block loads could single-flight remove, at which load window.
 
-`model` is the specification in plain Python, `kernel` its numba twin; `commands` is the command line.
+`model` is the specification in plain Python, `kernel` its numba twin.
 Importing this package imports nothing heavy.
 """

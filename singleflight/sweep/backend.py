@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 import joblib
 
-from singleflight.sim import work
-from singleflight.sim.interrupt import shielded
+from singleflight.sweep import work
+from singleflight.terminal.interrupt import shielded
 
 Backend = Literal["loky", "dask", "ray"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

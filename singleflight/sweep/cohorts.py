@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from singleflight.files.atomic import replaced
 from singleflight.sim.columns import Columns
 from singleflight.sim.config import LOOKUPS, PHASES, ROUTINGS, Config
 from singleflight.sim.counts import Outcome
 from singleflight.sim.kernel import Kernel
-from singleflight.traces.writer import replaced
 
 _LABEL = pa.dictionary(pa.int8(), pa.string())
 

@@ -85,6 +85,12 @@ def tasks(trace: int, wanted: Sequence[Config], n_lookups: int) -> Iterator[Task
 def code_version() -> str:
     """Digest of the code that decides the counts; results of another version are not reused."""
     digest = hashlib.sha256()
-    for name in ("columns.py", "config.py", "counts.py", "grid.py", "kernel.py"):
-        digest.update(resources.files("singleflight.sim").joinpath(name).read_bytes())
+    for package, name in (
+        ("sim", "columns.py"),
+        ("sim", "config.py"),
+        ("sim", "counts.py"),
+        ("sweep", "grid.py"),
+        ("sim", "kernel.py"),
+    ):
+        digest.update(resources.files(f"singleflight.{package}").joinpath(name).read_bytes())
     return digest.hexdigest()[:16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import tempfile
@@ -15,13 +16,14 @@ from typing import Any
 import joblib
 
 import singleflight
+from singleflight.files import strict
 from singleflight.sim.columns import Columns
 from singleflight.sim.counts import Outcome
 from singleflight.sim.gaps import reuse_gaps
-from singleflight.sim.grid import Grid, code_version
-from singleflight.sim.parts import file_digest
-from singleflight.sim.summary import Summary
-from singleflight.sim.sweep import ReconcileError, Swept
+from singleflight.sweep.grid import Grid, code_version
+from singleflight.sweep.parts import file_digest
+from singleflight.sweep.run import ReconcileError, Swept
+from singleflight.sweep.summary import Summary
 
 MANIFEST = "manifest.json"
 PARTS = ".parts"
@@ -37,7 +39,7 @@ def write_trace(
     Returns:
         Table -> rows.
     """
-    from singleflight.sim import plots, summary, tables
+    from singleflight.sweep import plots, summary, tables
 
     path = Path(folder)
     path.mkdir()
@@ -50,7 +52,7 @@ def write_trace(
 
 def write_overview(path: str, summaries: dict[str, Summary]) -> dict[str, int]:
     """The plot of all traces together."""
-    from singleflight.sim import plots
+    from singleflight.sweep import plots
 
     plots.redundancy(Path(path), summaries)
     return {}
@@ -140,15 +142,26 @@ def _forget_previous(out: Path, new: set[str]) -> None:
     """Remove what an earlier manifest lists, is still as it says, and would now stand beside results it is
     not part of."""
     try:
-        listed = json.loads((out / MANIFEST).read_text())["outputs"]
-    except (OSError, ValueError, KeyError, TypeError):
+        listed = strict.document_in(out / MANIFEST)["outputs"]
+    except (strict.Refused, KeyError):
+        return
+    if not isinstance(listed, dict) or not all(map(_is_name, listed)):
         return
     (out / MANIFEST).unlink()  # from here on it does not describe the folder
     for name, digest in listed.items():
         path = out / name
-        if name in new or not path.resolve().is_relative_to(out.resolve()):
+        # Not pathlib's own, which fail on link loops and on names that are too long.
+        if name in new or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(out)):
             continue
-        if path.is_file() and file_digest(path) == digest:
+        if os.path.isfile(path) and file_digest(path) == digest:
             path.unlink()
             if path.parent != out and not any(path.parent.iterdir()):
                 shutil.rmtree(path.parent)
+
+
+def _is_name(name: str) -> bool:
+    """Whether a file can have this name."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -9,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from singleflight.files.atomic import replaced
 from singleflight.sim.columns import Columns
 from singleflight.sim.config import PHASES, Config
 from singleflight.sim.counts import Counts, Outcome
-from singleflight.sim.grid import Task, code_version
-from singleflight.traces.writer import replaced
+from singleflight.sweep.grid import Task, code_version
 
 
 def trace_key(sha256: str, columns: Columns) -> str:
@@ -70,24 +71,33 @@ class Parts:
     def load(self) -> Iterator[tuple[int, tuple[Outcome, ...], Path | None]]:
         """(trace index, outcomes, cohort file) of every usable part."""
         for path in sorted(self.folder.glob("*.json")):
-            digest, _, text = path.read_text(errors="replace").partition("\n")
-            if digest != _digest(text.encode()):
-                continue
-            body = json.loads(text)
-            if body["code"] != code_version() or body["trace"] not in self.keys:
-                continue
-            cohort_file = None
-            if self.cohorts:
-                cohort_file = path.with_suffix(".parquet")
-                if not cohort_file.exists() or body.get("cohorts") != file_digest(cohort_file):
-                    continue
-            outcomes = tuple(_unpack(each) for each in body["outcomes"])
-            yield self.keys.index(body["trace"]), outcomes, cohort_file
+            # What matches its digest is of our making; whatever else stands there is no part.
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+                if (part := self._load(path)) is not None:
+                    yield part
+
+    def _load(self, path: Path) -> tuple[int, tuple[Outcome, ...], Path | None] | None:
+        if not path.is_file():  # a pipe would be waited for
+            return None
+        digest, _, text = path.read_text(errors="replace").partition("\n")
+        if digest != _digest(text.encode()):
+            return None
+        body = json.loads(text)
+        if body["code"] != code_version() or body["trace"] not in self.keys:
+            return None
+        cohort_file = None
+        if self.cohorts:
+            cohort_file = path.with_suffix(".parquet")
+            if not cohort_file.is_file() or body.get("cohorts") != file_digest(cohort_file):
+                return None
+        outcomes = tuple(_unpack(each) for each in body["outcomes"])
+        return self.keys.index(body["trace"]), outcomes, cohort_file
 
     def tidy(self) -> int:
         """Delete what a killed worker left half-written. Returns how many finished parts there are."""
         for path in self.folder.glob(".*.part"):
-            path.unlink()
+            if path.is_file():
+                path.unlink()
         return len(list(self.folder.glob("*.json")))
 
     def remove(self) -> None:

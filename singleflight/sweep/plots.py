@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from singleflight.sim.counts import Outcome
-from singleflight.sim.report import window_label
-from singleflight.sim.summary import Summary
+from singleflight.sweep.report import window_label
+from singleflight.sweep.summary import Summary
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 """Okabe and Ito's: told apart by colour-blind readers too."""
@@ -185,39 +185,40 @@ def reuse_gaps(path: Path, name: str, gaps: NDArray[np.int64], lookups: int, win
     figure.savefig(path)
 
 
-def balance(
-    target: IO[bytes],
-    title: str,
-    windows_s: Sequence[float],
-    bands: Mapping[str, Sequence[tuple[float, float]]],
-    stated_s: float,
-    sensitivity: tuple[float, float],
-) -> None:
-    """Saving and cost against the window, log-log, with the stated window marked, as PNG.
+def distributions(target: IO[bytes], title: str, x: str, of: Mapping[str, NDArray[np.float64]]) -> None:
+    """The share of requests that take at most so long, a line a mode, as PNG.
 
     Args:
-        windows_s: (n,) W, s. bands: label -> n pairs (lowest, highest), request-seconds a second.
-        stated_s: the stated window, s; sensitivity: the range simulated around it, as factors.
+        of: two of label -> (R,) s, above 0. x: what takes so long.
 
     Raises:
         OSError: `target` cannot be written.
     """
-    figure, axes = _axes(title, "load window W (how long a load takes)", "request-seconds a second")
-    seen = [high for band in bands.values() for _, high in band if high > 0]
-    top = max(seen, default=1.0)
-    floor = 10.0 ** np.floor(np.log10(max(min(seen, default=1e-6), top * 1e-9)))
-    for colour, (label, band) in zip(COLOURS, bands.items(), strict=False):
-        low, high = np.array(band).T
-        axes.fill_between(windows_s, low, high, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(windows_s, high, color=colour, linewidth=1.4, label=label)
-    axes.axvspan(stated_s * sensitivity[0], stated_s * sensitivity[1], color="#999999", alpha=0.2)
-    axes.axvline(stated_s, color="#444444", linewidth=1.0, label="stated window, halved and doubled")
+    figure, axes = _axes(title, x, "share of requests that wait at most so long")
+    low = min(float(seconds.min()) for seconds in of.values()) / 1.5
+    high = max(float(seconds.max()) for seconds in of.values()) * 1.5
+    # Each line is thinner than the one below it, so that equal ones are both seen.
+    for colour, width, (label, seconds) in zip(COLOURS[:2], (3.6, 1.6), of.items(), strict=True):
+        ordered = np.sort(seconds)
+        shown = np.unique(np.linspace(0, len(ordered), 2000).astype(np.int64))  # of so many requests
+        longest = [low, *ordered[shown[1:] - 1], high]
+        share = [*(100 * shown / len(ordered)), 100]
+        axes.plot(longest, share, color=colour, drawstyle="steps-post", linewidth=width, label=label)
     axes.set_xscale("log")
-    ticks = (0.001, 0.01, 0.1, 1, 10, 60, 600, 3600)
-    axes.set_xticks(ticks, [window_label(round(1000 * tick)) for tick in ticks])
+    steps = (1,) if high / low > 1000 else (1, 2, 5)
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))))
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    axes.set_xticks(ticks, [_seconds(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(min(*windows_s, stated_s / 4), max(*windows_s, stated_s * 4))
-    axes.set_yscale("symlog", linthresh=floor, linscale=1)
-    axes.set_ylim(bottom=0, top=top * 3)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.set_xlim(low, high)
+    axes.set_ylim(0, 102)
+    axes.yaxis.set_major_formatter("{x:g} %")
+    axes.legend(frameon=False, fontsize=9, loc="best")
     figure.savefig(target, format="png")
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= 0.999 * size:
+            return f"{value / size:g} {unit}"
+    return f"{value / 1e-6:g} us"

@@ -12,7 +12,7 @@ from rich.table import Table
 from singleflight.sim.config import PHASES
 from singleflight.sim.counts import Counts, Outcome
 from singleflight.sim.gaps import GapStatistics
-from singleflight.sim.summary import Summary, WindowRow
+from singleflight.sweep.summary import Summary, WindowRow
 
 HOT = Fraction(3, 2)
 """Imbalance from which on affinity's redundancy cannot be told from its hot spots."""

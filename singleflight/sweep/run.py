@@ -9,13 +9,13 @@ from pathlib import Path
 
 import joblib
 
-from singleflight.sim import work
-from singleflight.sim.backend import BackendError, Submit
 from singleflight.sim.columns import Columns
 from singleflight.sim.config import PHASES, Config
 from singleflight.sim.counts import N_ADDITIVE, Outcome
-from singleflight.sim.grid import Grid, Task, code_version, tasks
-from singleflight.sim.parts import Parts
+from singleflight.sweep import work
+from singleflight.sweep.backend import BackendError, Submit
+from singleflight.sweep.grid import Grid, Task, code_version, tasks
+from singleflight.sweep.parts import Parts
 
 
 class ReconcileError(RuntimeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from singleflight.sim.columns import Columns
 from singleflight.sim.counts import Outcome
-from singleflight.sim.grid import Task, code_version
+from singleflight.sweep.grid import Task, code_version
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run(task: Task, columns: Columns, cohort_file: str | None = None) -> Done:
 
     if cohort_file is None:
         return Done(task, tuple(one_by_one()), code_version())
-    from singleflight.sim import cohorts
+    from singleflight.sweep import cohorts
 
     return Done(task, cohorts.write(Path(cohort_file), columns, engine, one_by_one()), code_version())
 

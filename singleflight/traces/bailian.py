@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from singleflight.traces.jsonl import Format, Unit, time_in
 from singleflight.traces.request import Request
+from singleflight.traces.rows import Format, Unit, anything, is_text, time_in
 
 
 def _is_int(value: Any) -> bool:
@@ -17,10 +17,6 @@ def _is_int(value: Any) -> bool:
 
 def _is_turn(value: Any) -> bool:
     return type(value) is int and value >= 1
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
 
 
 def _encode(index: int, request: Request, unit: Unit) -> str:
@@ -36,7 +32,9 @@ BAILIAN = Format(
     name="qwen-bailian",
     unit="s",
     block_size=16,
-    required=("chat_id", "timestamp", "input_length", "output_length", "hash_ids"),
-    optional={"parent_chat_id": _is_int, "type": _is_text, "turn": _is_turn},
+    required=("chat_id", "timestamp", "input_length", "hash_ids"),
+    optional={"output_length": anything, "parent_chat_id": _is_int, "type": is_text, "turn": _is_turn},
+    foreign=(),
+    needs_output=True,
     encode=_encode,
 )

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import os
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import IO, Any, Literal
 
 from singleflight.traces.errors import TraceError
+from singleflight.traces.parquet import MAGIC as PARQUET
 
 Codec = Literal["plain", "gzip", "zstd"]
 
@@ -96,7 +98,7 @@ class _Zstd(io.RawIOBase):
 
 
 class Source:
-    """An open trace. Use as a context manager, iterate `lines` once; then `sha256` is known.
+    """An open trace. Use as a context manager, iterate `records` once; then `sha256` is known.
 
     Args:
         path: a file, ``.gz`` and ``.zst`` decompressed, or ``-``: standard input, whose compression is told
@@ -111,14 +113,14 @@ class Source:
         self.cut_off = False
         """The line yielded last had no newline."""
         try:
-            if path != "-" and Path(path).is_dir():
-                raise TraceError(path, None, "is a directory", "a trace file")
+            if path != "-":
+                _refuse_endless(path)
             raw = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 - closed in __exit__
         except OSError as fault:
             raise TraceError(path, None, _plain(fault), "a trace file that can be read") from None
         except TraceError:
             raise
-        except ValueError:  # a NUL in the name
+        except ValueError:  # a NUL or a lone surrogate in the name
             raise TraceError(path, None, "is not a possible file name", "a trace file") from None
         self._raw = raw
         self._hashed = _Hashed(raw)
@@ -135,10 +137,10 @@ class Source:
 
     @property
     def sha256(self) -> str:
-        """Of the bytes as stored, complete once `lines` is exhausted."""
+        """Of the bytes as stored, complete once `records` is exhausted."""
         return self._hashed.sha256.hexdigest()
 
-    def lines(self) -> Iterator[tuple[int, bytes | None]]:
+    def records(self) -> Iterator[tuple[int, bytes | None]]:
         """Physical lines from 1, without their newline; None in place of a line over `MAX_LINE`, which is
         never held.
 
@@ -173,6 +175,10 @@ class Source:
 
     def _decompressed(self) -> io.BufferedReader[Any] | gzip.GzipFile:
         head = self._buffered.peek(4)[:4]
+        if head == PARQUET:
+            raise TraceError(
+                self.path, 1, "a Parquet file, not by its name but as a stream", "the path of a Parquet file"
+            )
         found: Codec = next((codec for codec, magic in _MAGIC.items() if head.startswith(magic)), "plain")
         named: Codec = _SUFFIX.get(Path(self.path).suffix, "plain")
         if self.path != "-" and os.path.isfile(self.path) and head and found != named:
@@ -182,11 +188,24 @@ class Source:
                 f"the content is {found}, the name says {named}",
                 "plain files, gzip as .gz, zstd as .zst",
             )
+        if self.path.endswith(".parquet") and os.path.isfile(self.path):
+            raise TraceError(self.path, 1, "the content is not Parquet, the name says so", "Parquet files")
         if found == "gzip":
             return gzip.GzipFile(fileobj=self._buffered)
         if found == "zstd":
             return io.BufferedReader(_Zstd(self._buffered), 2**16)
         return self._buffered
+
+
+def _refuse_endless(path: str) -> None:
+    """Directories, and devices, which may have no end. Pipes are fine: a shell gives one for <(command)."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise TraceError(path, None, "is a directory", "a trace file")
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+        raise TraceError(
+            path, None, "is a device or a socket", "a trace file, a pipe, or - for standard input"
+        )
 
 
 def _plain(fault: BaseException) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from singleflight.traces.jsonl import Format, Unit
+from singleflight.files.atomic import replaced
+from singleflight.traces.errors import TraceError
 from singleflight.traces.request import Request
+from singleflight.traces.rows import Format, Unit
 
 
 def write(path: str, requests: Iterable[Request], form: Format, unit: Unit | None = None) -> int:
@@ -27,10 +27,18 @@ def write(path: str, requests: Iterable[Request], form: Format, unit: Unit | Non
 
     Raises:
         OSError: it cannot be written.
+        TraceError: a request lacks what the format needs.
     """
     written = 0
     with _output(path) as out:
         for written, request in enumerate(requests, 1):
+            if form.needs_output and request.lengths.output is None:
+                raise TraceError(
+                    path,
+                    written,
+                    f"the request has no output_length, which {form.name} rows need",
+                    "traces that have them all, or --output-length N",
+                )
             out.write((form.encode(written - 1, request, unit or form.unit) + "\n").encode())
     return written
 
@@ -54,20 +62,3 @@ def _output(path: str) -> Iterator[IO[bytes]]:
         else:
             with io.BufferedWriter(raw) as buffered:
                 yield buffered
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[io.FileIO]:
-    """A temporary file beside `path` that takes its place at the end; removed if anything fails."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with open(handle, "wb", buffering=0) as raw:
-            yield raw
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 is for secrets
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from singleflight import verdict
-from singleflight.verdict import Verdict, VerdictError, misfit
+from singleflight.gate import verdict
+from singleflight.gate.verdict import Verdict, VerdictError, misfit
 
 from .conftest import DELETE, Changed
 
@@ -36,8 +36,13 @@ def test_a_failed_write_leaves_the_old_file(good: Verdict, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("schema", "kv-singleflight/verdict/9", 'schema: "kv-singleflight/verdict/9" is not accepted'),
-        ("schema", DELETE, 'give "kv-singleflight/verdict/1"'),
+        (
+            "schema",
+            "kv-singleflight/verdict/1",
+            'schema: "kv-singleflight/verdict/1" is of another version; run `singleflight gate` again',
+        ),
+        ("schema", "kv-singleflight/calibration/2", 'give "kv-singleflight/verdict/2"'),
+        ("schema", DELETE, 'give "kv-singleflight/verdict/2"'),
         ("enable", "yes", 'enable: "yes" is not accepted; give true or false'),
         ("enable", 1, "enable: 1 is not accepted; give true or false"),
         ("enable", DELETE, "enable: is missing; give true or false"),
@@ -49,13 +54,12 @@ def test_a_failed_write_leaves_the_old_file(good: Verdict, tmp_path: Path) -> No
         ("scope.instances", True, "scope.instances: true is not accepted"),
         ("scope.instances", 2.5, "scope.instances: 2.5 is not accepted"),
         ("scope.model", 7, "scope.model: 7 is not accepted; give a text"),
-        (
-            "fractions.removable_attempts",
-            1.5,
-            "attempts: 1.5 is not accepted; give a number from 0",
-        ),
-        ("rates.saving_s_per_s", -1, "saving_s_per_s: -1 is not accepted; give a number >= 0"),
-        ("margin", 3, "margin: 3 is not accepted; give an object"),
+        ("scope.steady_requests", 0, "scope.steady_requests: 0 is not accepted; give a whole number"),
+        ("scope.traces", [{"name": "x"}], "scope.traces[0].sha256: is missing"),
+        ("redundancy", 1.5, "redundancy: 1.5 is not accepted; give a number from 0"),
+        ("ttft.stock", DELETE, "ttft.stock: is missing; give an object"),
+        ("ttft.attach.mean_s", -1, "ttft.attach.mean_s: -1 is not accepted; give a number >= 0"),
+        ("gain", 3, "gain: 3 is not accepted; give an object"),
         ("made_at", "yesterday", 'made_at: "yesterday" is not accepted; give a UTC time'),
         ("made_at", "2026-11-29T21:00:00", "give a UTC time"),
         ("figures.load_latency.origin", "guess", "give one of measured, given, default"),
@@ -122,6 +126,35 @@ class TestMisfit:
     def test_another_one(self, good: Verdict, changes: dict[str, Any], says: str) -> None:
         assert says in (self.fits(good, **changes) or "")
 
+    SNAPSHOT = "/cache/hub/models--org--tiny-1.1/snapshots/9f2c"
+
+    @pytest.mark.parametrize(
+        ("made_for", "serves"),
+        [
+            ("org/tiny-1.1", SNAPSHOT),
+            (SNAPSHOT, "org/tiny-1.1"),
+            (SNAPSHOT, "/elsewhere/models--org--tiny-1.1/snapshots/77aa/"),
+        ],
+    )
+    def test_the_model_is_the_same_with_the_hub_offline(
+        self, changed: Changed, made_for: str, serves: str
+    ) -> None:
+        """vLLM then has a folder for its name, another one for each revision and each machine."""
+        of = verdict.read(changed("scope.model", made_for))
+        assert self.fits(of, model=serves) is None
+
+    def test_the_advice_for_another_model_names_it_as_people_do(self, good: Verdict) -> None:
+        said = self.fits(good, model=self.SNAPSHOT)
+        assert said == (
+            "the verdict was made for the model tiny, this engine serves org/tiny-1.1; gate with --model"
+            " org/tiny-1.1"
+        )
+
+    def test_a_folder_of_ones_own_is_another_model(self, good: Verdict) -> None:
+        assert "serves /models/tiny; gate with --model /models/tiny" in (
+            self.fits(good, model="/models/tiny") or ""
+        )
+
     def test_a_verdict_for_no_stated_model_fits_none(self, changed: Changed) -> None:
         anonymous = verdict.read(changed("scope.model", None))
         assert "no stated model" in (self.fits(anonymous) or "")
@@ -129,7 +162,7 @@ class TestMisfit:
 
 def test_reading_one_needs_the_standard_library_alone() -> None:
     code = (
-        "import sys; before = set(sys.modules); import singleflight.verdict\n"
+        "import sys; before = set(sys.modules); import singleflight.gate.verdict\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(new - sys.stdlib_module_names))"
     )

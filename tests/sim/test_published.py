@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from singleflight.sim.commands import register
+from singleflight.cli.simulate import register
 
 TRACES = ("conversation_trace", "synthetic_trace")
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from singleflight.sim import kernel, plots
+from singleflight.sim import kernel
 from singleflight.sim.columns import Columns
 from singleflight.sim.gaps import reuse_gaps
-from singleflight.sim.grid import Grid
-from singleflight.sim.summary import summarise
+from singleflight.sweep import plots
+from singleflight.sweep.grid import Grid
+from singleflight.sweep.summary import summarise
 from singleflight.traces.request import Lengths, Request
 from singleflight.traces.synth import Synth, generate
 

@@ -10,15 +10,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from singleflight.sim import parts as parts_module
-from singleflight.sim import tables
-from singleflight.sim.backend import BackendError, workers
 from singleflight.sim.columns import Columns
 from singleflight.sim.config import PHASES, Config
 from singleflight.sim.counts import Counts, Outcome
-from singleflight.sim.grid import Grid, Task, tasks
-from singleflight.sim.parts import Parts
-from singleflight.sim.sweep import ReconcileError, reconcile, sweep
+from singleflight.sweep import parts as parts_module
+from singleflight.sweep import tables
+from singleflight.sweep.backend import BackendError, workers
+from singleflight.sweep.grid import Grid, Task, tasks
+from singleflight.sweep.parts import Parts
+from singleflight.sweep.run import ReconcileError, reconcile, sweep
 from singleflight.traces.synth import Synth, generate
 
 GRID = Grid(windows=(10, 60, 1000), instances=(1, 3), capacities=(50, 5000))

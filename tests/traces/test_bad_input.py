@@ -21,8 +21,12 @@ Row = Callable[..., dict[str, Any]]
 # name -> (the fields changed, or the whole line) and a part of what the error must say
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "missing field": ({"hash_ids": ...}, "'hash_ids' is missing"),
-    "extra field": ({"priority": 1}, "unknown field 'priority'"),
-    "delta format": ({"session_id": "a"}, "session or delta trace"),
+    "delta format": ({"delta": "a"}, "a delta trace, whose rows are not whole prompts"),
+    "a row of another format": ({"chat_id": 1}, "unknown field 'chat_id'"),
+    "session id a number": ({"session_id": 7}, "session_id is 7"),
+    "delay and no time": ({"session_id": "a", "delay": 2000, "timestamp": ...}, "and no trace says when"),
+    "delay beside a time": ({"session_id": "a", "delay": 2000}, "two times"),
+    "the prompt itself": ({"messages": [{"role": "user"}], "hash_ids": ...}, "'messages', the prompt itself"),
     "timestamp a string": ({"timestamp": "12"}, "timestamp is \"12\", a JSON string"),
     "timestamp a fraction": ({"timestamp": 1.5}, "whole milliseconds"),
     "timestamp a boolean": ({"timestamp": True}, "a JSON boolean"),

@@ -1,0 +1,1 @@
+"""The trace model over a grid of deployments: tasks, workers, parts on disk, tables and plots."""

@@ -1,0 +1,65 @@
+"""Arrivals as the engine sees them: in whole blocks, and after the front end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from singleflight.twin.arrivals import Arrivals
+from singleflight.twin.figures import Figures
+from singleflight.twin.instance import Instance
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Per request, (R,).
+
+    Attributes:
+        at_engine: float64, s, when the engine has it: the front end takes one request after another.
+        named: int64, full blocks of the prompt, which can be cached. asked: int64, of these, those that end
+            before the last token, which is always computed: what is looked up.
+        footprint: int64, blocks that prompt and output fill; the last token generated is never computed on.
+        full: int64, of these, the full ones.
+    """
+
+    at_engine: NDArray[np.float64]
+    named: NDArray[np.int64]
+    asked: NDArray[np.int64]
+    footprint: NDArray[np.int64]
+    full: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, arrivals: Arrivals, figures: Figures, instance: Instance) -> Prompts:
+        """Raises ValueError for a request that does not fit into the instance's cache; says which."""
+        size, known = instance.block_tokens, np.diff(arrivals.offsets)
+        tokens = arrivals.prompts + arrivals.outputs - 1
+        footprint = -(-tokens // size)
+        if (too_long := footprint > instance.gpu_blocks).any():
+            r = int(too_long.argmax())
+            raise ValueError(
+                f"request {int(arrivals.source[r])} needs {int(footprint[r])} blocks of KV cache;"
+                f" accepted: up to gpu_blocks ({instance.gpu_blocks})"
+            )
+        at_engine = np.empty(arrivals.n_requests)
+        free = 0.0
+        per_request, per_token = figures.frontend_per_request.value, figures.frontend_per_token.value
+        for r, (at, prompt) in enumerate(
+            zip(arrivals.times.tolist(), arrivals.prompts.tolist(), strict=True)
+        ):
+            free = max(at, free) + per_request + prompt * per_token
+            at_engine[r] = free
+        return cls(
+            at_engine,
+            np.minimum(arrivals.prompts // size, known),
+            np.minimum((arrivals.prompts - 1) // size, known),
+            footprint,
+            tokens // size,
+        )
+
+
+def room(prompts: Prompts, instance: Instance) -> int:
+    """Blocks that matter: a pool that all requests could fill twice does not run out of unused ones. (Who has
+    waited in vain takes blocks twice.)"""
+    return min(instance.gpu_blocks, 2 * int(prompts.footprint.sum()))
