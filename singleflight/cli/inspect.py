@@ -9,8 +9,8 @@ from rich.table import Table
 
 from singleflight.sim.columns import Columns
 from singleflight.sim.gaps import statistics
-from singleflight.sim.grid import Grid
-from singleflight.sim.report import window_label
+from singleflight.sweep.grid import Grid
+from singleflight.sweep.report import window_label
 from singleflight.traces.reader import TraceReader
 
 

@@ -1,8 +1,8 @@
 """The loop, closed on a real stack: record an engine, gate the recording, restart with `auto`.
 
 Twice: a bursty load, where coalescing pays, and one without any reuse, where it cannot. Every Get goes
-through a rate limit (`connector_patch.instrument.Gate`), which stands for a slow store.
-`python -m singleflight.loop --out DIR` (`make loop`) shows it; a test asserts it.
+through a rate limit (`connector_patch.lab.instrument.Gate`), which stands for a slow store.
+`python -m singleflight.cli.loop --out DIR` (`make loop`) shows it; a test asserts it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from . import console
-from .arms import OURS, Arm, arm
-from .embedded import EmbeddedError, Stack
-from .tiny_model import ModelError
+from ..gate import calibration
+from ..stack.arms import OURS, Arm, arm
+from ..stack.embedded import EmbeddedError, Stack
+from ..stack.tiny_model import ModelError
+from ..terminal import console
 
-BURSTS = 4
+BURSTS = 14
 FAN_IN = 8
-PREFIX_TOKENS = 512
+"""112 requests: the gate wants 100 after the warm-up."""
+PREFIX_TOKENS = 256
 BYTES_PER_S = 5e6
-"""A prefix is 1 MB on the tiny model: 0.2 s a load."""
-TOKEN_BYTES = 2048
-"""KV bytes a token of the tiny model: 4 layers, keys and values, one head of 64, float32."""
-BLOCK_TOKENS = 32
+"""A prefix is 0.5 MB on the tiny model, 2 KiB a token: 0.1 s a load."""
+FIGURES = {
+    "load_latency": {"value": 0.001, "unit": "s", "origin": "given"},
+    "load_bandwidth": {"value": BYTES_PER_S, "unit": "bytes/s", "origin": "given"},
+}
+"""What the gate is told: the loads of a burst are never alone, so the recording does not show them."""
 
 Prompts = Mapping[str, list[int]]
 
@@ -134,10 +138,13 @@ def _burst(engine: Arm, prompts: Prompts) -> dict[str, Any]:
 
 
 def _gate(trace: Path, verdict: Path) -> None:
-    """A process of its own: where numba is loaded, vLLM's CPU engine does not start."""
+    """All but the link comes from the recording and its header. A process of its own: where numba is loaded,
+    vLLM's CPU engine does not start."""
+    calibrated = verdict.with_suffix(".calibration.json")
+    calibrated.write_text(json.dumps({"schema": calibration.SCHEMA, "figures": FIGURES}))
     command = "from connector_patch.command import main; main()"
     argv = [sys.executable, "-c", command, "gate", str(trace), "--out", str(verdict)]
-    argv += ["--instances", "1", "--block-bytes", str(BLOCK_TOKENS * TOKEN_BYTES)]
+    argv += ["--calibration", str(calibrated)]
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:
         raise EmbeddedError(f"the gate failed: {done.stderr.strip()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -9,12 +10,14 @@ from typing import Annotated, TypeVar
 import typer
 from rich.table import Table
 
-from . import console, demo, doctor, probe
-from .arms import OURS, STOCK
-from .embedded import EmbeddedError, Ports, Stack
-from .gate_commands import register as register_gate_commands
-from .sim.commands import register as register_sim_commands
-from .tiny_model import ModelError
+from ..stack import demo, probe
+from ..stack.arms import OURS, STOCK
+from ..stack.embedded import EmbeddedError, Ports, Stack
+from ..stack.tiny_model import ModelError
+from ..terminal import console
+from . import doctor, serve_line
+from .gate import register as register_gate_commands
+from .simulate import register as register_sim_commands
 
 app = typer.Typer(
     help="Single-flight KV loading for vLLM with Mooncake.",
@@ -121,12 +124,27 @@ def probe_command(
         raise typer.Exit(console.FAILED)
 
 
-@app.command("doctor")
-def doctor_command(json: Json = False) -> None:
-    """Would serving work here? One line a question; exit 1 if not."""
+@app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def doctor_command(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Also say which modes would be on behind `vllm serve MODEL`, and why not. All further"
+            " arguments are those of the serve line; put them after `--` if they look like doctor's own."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Would serving work here? One line a question. Exit 1 if anything is bad; notes are fine."""
+    if context.args and model is None:
+        console.stop(f"{context.args[0]!r} is not accepted; arguments of `vllm serve` need --model MODEL")
+    asked = doctor.findings()
+    if model is not None:
+        asked = itertools.chain(asked, serve_line.findings(model, context.args))
     colours = {doctor.Grade.OK: "green", doctor.Grade.NOTE: "yellow", doctor.Grade.BAD: "bold red"}
     found = []
-    for finding in doctor.findings():
+    for finding in asked:
         found.append(finding)
         if not json:
             label = f"[{colours[finding.grade]}]{finding.grade.value:>4}[/]  {finding.what}: "

@@ -15,11 +15,12 @@ import typer
 from singleflight.traces.errors import TraceError
 
 if TYPE_CHECKING:
+    from singleflight.sim.columns import Columns
     from singleflight.traces.reader import Options, TraceReader
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-EXTRA = {"numba", "numpy", "pyarrow", "joblib", "matplotlib", "zstandard"}
+EXTRA = {"jinja2", "numba", "numpy", "pyarrow", "joblib", "matplotlib", "zstandard"}
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
@@ -88,7 +89,10 @@ FormatOption = Annotated[
 ]
 UnitOption = Annotated[
     str | None,
-    typer.Option("--unit", help="What timestamps count, ms or s, if not what the format declares."),
+    typer.Option(
+        "--unit",
+        help="What timestamps count, ms or s, if not what the format declares; ms are rounded down.",
+    ),
 ]
 BlockOption = Annotated[
     int | None, typer.Option("--block-size", help="Tokens a hash id covers, if not what the format declares.")
@@ -96,31 +100,39 @@ BlockOption = Annotated[
 SkipOption = Annotated[
     int, typer.Option("--skip-bad", help="Leave out up to this many bad lines, and report them.")
 ]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Refuse fields that the format does not know.")]
 SortOption = Annotated[bool, typer.Option("--sort", help="Sort by timestamp, ties in file order.")]
 WarmupOption = Annotated[
     str, typer.Option("--warmup", metavar="NUM/DEN", help="Share of the span that is warmup.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 TraceArgument = Annotated[
-    str, typer.Argument(metavar="TRACE", help="A trace file, .gz and .zst too, or - for standard input.")
+    str,
+    typer.Argument(
+        metavar="TRACE", help="A trace: JSON lines, .gz and .zst too, Parquet, or - for standard input."
+    ),
 ]
 
 
-def options_of(form: str, unit: str | None, block_size: int | None, skip_bad: int, sort: bool) -> Options:
+def options_of(
+    form: str, unit: str | None, block_size: int | None, skip_bad: int, sort: bool, strict: bool
+) -> Options:
     from singleflight.traces.reader import Options
 
     if unit not in (None, "ms", "s"):
         raise typer.BadParameter(f"--unit {unit!r}; accepted: ms, s")
-    return Options(form, unit, block_size, skip_bad, sort)  # type: ignore[arg-type]
+    return Options(form, unit, block_size, skip_bad, sort, strict=strict)  # type: ignore[arg-type]
 
 
 def open_trace(path: str, options: Options) -> TraceReader:
     """The reader of a trace; if the connector recorded it, its header says the block size."""
-    from singleflight import recording
+    from singleflight.traces import recording
     from singleflight.traces.reader import TraceReader
 
     try:
         if (header := recording.header_of(path)) is not None:
+            if header.left_out:
+                typer.echo(f"note: {path}: {header.left_out}", err=True)
             size = options.block_size or header.block_size_tokens
             options = replace(options, block_size=size, recording=True)
     except recording.HeaderError as fault:
@@ -129,6 +141,21 @@ def open_trace(path: str, options: Options) -> TraceReader:
         return TraceReader(path, options)
     except ValueError as fault:
         raise typer.BadParameter(str(fault)) from None
+
+
+FEW_STEADY = 100
+
+
+def print_few_steady(path: str, columns: Columns, warmup: tuple[int, int]) -> None:
+    """Say so where what is simulated rests on few requests: the warm-up is a share of the span, so that one
+    stray timestamp can leave next to nothing after it."""
+    steady = int(columns.steady(warmup).sum())
+    if steady < FEW_STEADY or 10 * steady < columns.n_requests:
+        typer.echo(
+            f"note: {path}: {steady} of {columns.n_requests} requests come after the warm-up"
+            f" ({warmup[0]}/{warmup[1]} of the span), and the figures are theirs alone",
+            err=True,
+        )
 
 
 def print_notices(reader: TraceReader) -> None:

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from singleflight.sim.options import (
+from singleflight.cli.options import (
     BlockOption,
     FormatOption,
     JsonOption,
     SkipOption,
     SortOption,
+    StrictOption,
     TraceArgument,
     UnitOption,
     WarmupOption,
@@ -25,11 +26,12 @@ from singleflight.sim.options import (
     numbers,
     open_trace,
     options_of,
+    print_few_steady,
     print_notices,
     share,
     words,
 )
-from singleflight.sim.trace_commands import trace
+from singleflight.cli.trace import trace
 
 
 def register(app: typer.Typer) -> None:
@@ -55,6 +57,7 @@ def simulate(
     block_size: BlockOption = None,
     skip_bad: SkipOption = 0,
     sort: SortOption = False,
+    strict: StrictOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one configuration on one trace."""
@@ -68,9 +71,10 @@ def simulate(
         raise typer.BadParameter(str(fault)) from None
     from singleflight.sim.columns import Columns
 
-    reader = open_trace(path, options_of(form, unit, block_size, skip_bad, sort))
+    reader = open_trace(path, options_of(form, unit, block_size, skip_bad, sort, strict))
     columns = Columns.from_requests(reader)
     print_notices(reader)
+    print_few_steady(path, columns, config.warmup)
     from singleflight.sim import kernel
 
     outcome = kernel.simulate(columns, config)
@@ -79,7 +83,7 @@ def simulate(
         return
     from rich.console import Console
 
-    from singleflight.sim import report
+    from singleflight.sweep import report
 
     console = Console()
     console.print(report.outcome_table(outcome))
@@ -113,6 +117,7 @@ def sweep(
     block_size: BlockOption = None,
     skip_bad: SkipOption = 0,
     sort: SortOption = False,
+    strict: StrictOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a grid of configurations over traces; write tables, plots and a manifest.
@@ -120,7 +125,7 @@ def sweep(
     The published grid, 420 configurations a trace, unless axes are given.
     An interrupted sweep goes on where it stopped when the same command is given again.
     """
-    from singleflight.sim.grid import Grid
+    from singleflight.sweep.grid import Grid
 
     if jobs == 0 or jobs < -1:
         raise typer.BadParameter(f"--jobs {jobs}; accepted: -1, or 1 and more")
@@ -132,7 +137,7 @@ def sweep(
         )
     except ValueError as fault:
         raise typer.BadParameter(str(fault)) from None
-    readers = [open_trace(path, options_of(form, unit, block_size, skip_bad, sort)) for path in paths]
+    readers = [open_trace(path, options_of(form, unit, block_size, skip_bad, sort, strict)) for path in paths]
     names = [reader.name for reader in readers]
     if len(set(names)) != len(names):
         raise typer.BadParameter(
@@ -141,7 +146,7 @@ def sweep(
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"--out {out}: is a file; accepted: a folder, or a name for one")
     need("numba", "numpy", "pyarrow", "joblib", "matplotlib")
-    from singleflight.sim.sweep_command import run
+    from singleflight.cli.sweep import run
 
     code = run(
         readers, out, grid, cohorts=cohorts, jobs=jobs, backend=backend, address=address, as_json=as_json

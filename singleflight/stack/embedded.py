@@ -2,7 +2,8 @@
 
 `Stack` starts a `mooncake_master` with its HTTP metadata server and one store node, a process of its own
 that holds every object, waits until both answer, and takes everything down again on success, failure and
-Ctrl-C. Should this process be killed outright, the kernel ends the children (PR_SET_PDEATHSIG).
+Ctrl-C. Should this process be killed outright, or the first process of a tree, its keeper ends the rest
+(`keeper.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from . import tiny_model
+from . import keeper, tiny_model, wheels
 
 LOOPBACK = "127.0.0.1"
 READY_TIMEOUT_S = 60.0
@@ -68,6 +69,15 @@ class Ports:
                 sock.close()
 
 
+def free_ports(host: str, count: int) -> list[int]:
+    """So many TCP ports that nobody listens on now."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind((host, 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
 def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -83,7 +93,8 @@ def spawned(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A child process in a session of its own, its output in `log`, ended with the block.
 
-    It is asked with SIGTERM first, and killed with its whole session if it does not end in time.
+    It is asked with SIGTERM first, and killed with its whole session if it does not end in time. Whatever
+    else ends first, this process or the child, nothing of the session outlives it (`keeper.py`).
     """
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -96,20 +107,26 @@ def spawned(
             pass_fds=pass_fds,
             preexec_fn=_die_with_parent,
         )
+    guard = None
     try:
+        guard = keeper.start(process.pid)
         yield process
     finally:
-        end(process, stop_timeout_s)
+        _end(process, stop_timeout_s)
+        if guard is not None:
+            guard.kill()
+            guard.wait()
 
 
-def end(process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> None:
+def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     """SIGTERM, then SIGKILL to what is left of the session that `spawned` made for it."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    # Once it has been waited for, its number may be another session's.
+    if process.returncode is None or process.pid not in keeper.members(process.pid):
+        keeper.kill_session(process.pid)
     process.wait()
 
 
@@ -137,17 +154,18 @@ def tail(log: Path, lines: int = 3) -> str:
     return " | ".join(line.strip() for line in text[-lines:]) or "(nothing)"
 
 
-def _answers_http(url: str) -> bool:
+def answers_http(url: str, wanted: int | None = None) -> bool:
+    """Whether anything answers there; with `wanted`, whether it answers that."""
     try:
-        with urllib.request.urlopen(url, timeout=1):
-            return True
+        with urllib.request.urlopen(url, timeout=1) as answer:
+            return wanted in (None, answer.status)
     except urllib.error.HTTPError:
-        return True  # it refuses the question, so it is there
+        return wanted is None  # it refuses the question, so it is there
     except OSError:
         return False
 
 
-def _answers_tcp(host: str, port: int) -> bool:
+def answers_tcp(host: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
         return True
     return False
@@ -160,22 +178,36 @@ def master_binary() -> str:
     if found is None:
         raise EmbeddedError(
             "mooncake_master is not installed; `pip install 'kv-singleflight[cpu]'`"
-            " (on a GPU host: [gpu]) brings it"
+            " (on a GPU host: [gpu], or [gpu-cuda13]) brings it"
         )
     return found
 
 
 def check_mooncake_imports() -> None:
-    """EmbeddedError with the missing shared library, if `mooncake.store` does not import."""
+    """EmbeddedError with what is missing, and who brings it, if `mooncake.store` does not import."""
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
-        hint = (
-            "; install Debian's libibverbs1 (`apt-get install libibverbs1`, as root)"
-            if "libibverbs" in str(error)
-            else "; `pip install 'kv-singleflight[cpu]'` (on a GPU host: [gpu]) brings it"
-        )
-        raise EmbeddedError(f"mooncake does not import: {error}{hint}") from None
+        raise EmbeddedError(f"mooncake does not import: {error}; {wheels.hint(error)}") from None
+
+
+def engine_env(folder: Path, host: str, **more: str) -> dict[str, str]:
+    """The environment for a process that runs vLLM, with its sockets in `folder`; `more` wins.
+
+    One hash seed for all, since block hashes must agree between processes; everything on `host`.
+    """
+    sockets = tempfile.mkdtemp(prefix="s", dir=folder)  # one engine's sockets never meet another's
+    return {
+        **os.environ,
+        "VLLM_HOST_IP": host,
+        "VLLM_RPC_BASE_PATH": sockets,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        **more,
+    }
 
 
 @dataclass
@@ -231,27 +263,18 @@ class Stack:
         return self.folder / "mooncake.json"
 
     def env(self, **more: str) -> dict[str, str]:
-        """The environment for a process that runs vLLM against this stack.
-
-        One hash seed for all, since block hashes must agree between processes; everything on `host`.
-        `more` wins.
-        """
-        sockets = tempfile.mkdtemp(prefix="s", dir=self.folder)  # one engine's sockets never meet another's
-        return {
-            **os.environ,
-            "MOONCAKE_CONFIG_PATH": str(self.config_path),
-            "VLLM_HOST_IP": self.host,
-            "VLLM_RPC_BASE_PATH": sockets,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONHASHSEED": "0",
-            "MC_TCP_BIND_ADDRESS": self.host,
-            "MC_LOG_LEVEL": "ERROR",
-            "GLOG_minloglevel": "2",
-            **more,
-        }
+        """The environment for a process that runs vLLM against this stack (`engine_env`)."""
+        return engine_env(
+            self.folder,
+            self.host,
+            **{
+                "MOONCAKE_CONFIG_PATH": str(self.config_path),
+                "MC_TCP_BIND_ADDRESS": self.host,
+                "MC_LOG_LEVEL": "ERROR",
+                "GLOG_minloglevel": "2",
+                **more,
+            },
+        )
 
     def _write_config(self) -> None:
         engine = {
@@ -289,7 +312,7 @@ class Stack:
         with spawned(argv, log=log) as process:
             metadata = f"http://{self.host}:{ports.metadata}/metadata?key=ready"
             wait_until(
-                lambda: _answers_tcp(self.host, ports.rpc) and _answers_http(metadata),
+                lambda: answers_tcp(self.host, ports.rpc) and answers_http(metadata),
                 process,
                 "mooncake_master",
                 log,
@@ -303,7 +326,7 @@ class Stack:
             *self.node_enter,
             sys.executable,
             "-m",
-            "singleflight.store_node",
+            "singleflight.stack.store_node",
             str(self.folder / "node.json"),
             "--ready",
             str(ready),

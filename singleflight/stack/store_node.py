@@ -1,4 +1,4 @@
-"""The process that holds the objects: `python -m singleflight.store_node CONFIG.json --ready FILE`.
+"""The process that holds the objects: `python -m singleflight.stack.store_node CONFIG.json --ready FILE`.
 
 It mounts its memory in the Mooncake pool, proves it by a put and a get, writes FILE, and serves until it
 is told to stop (SIGTERM, SIGINT). A master that has just lost another node offers that one's memory for as

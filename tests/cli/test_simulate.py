@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,12 +16,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from singleflight.sim import output
-from singleflight.sim.commands import register
-from singleflight.sim.tables import TABLES
+from singleflight.cli.simulate import register
+from singleflight.sweep import output
+from singleflight.sweep.tables import TABLES
 
 RUN = (
-    "import typer; from singleflight.sim.commands import register; app = typer.Typer(); register(app); app()"
+    "import typer; from singleflight.cli.simulate import register; app = typer.Typer(); register(app); app()"
 )
 GRID = ("--window-ms", "60,2000", "--instances", "1,2", "--capacity", "100")
 
@@ -242,10 +243,31 @@ class TestSweep:
         tables = [path / "big" / "phase_rows.csv" for path in (out, tmp_path / "fresh")]
         assert tables[0].read_bytes() == tables[1].read_bytes()
 
+    def test_as_a_background_job_of_a_script_it_does_not_see_ctrl_c(
+        self, trace: Path, tmp_path: Path
+    ) -> None:
+        """`singleflight sweep … &` in a script: the shell has SIGINT ignored. Its results are complete."""
+        out = tmp_path / "out"
+        press = (
+            "import os, signal; from singleflight.sweep import work\n"
+            "def run(*arguments):\n"
+            "    os.kill(os.getppid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT)\n"
+            "    return whole(*arguments)\n"
+            "whole, work.run = work.run, run\n"
+        )
+        argv = [sys.executable, "-c", press + RUN, "sweep", str(trace), "--out", str(out), *GRID]
+        script = f'trap "" INT; {shlex.join([*argv, "--jobs", "2"])}'
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        fresh = process("sweep", trace, "--out", tmp_path / "fresh", *GRID)
+        assert fresh.returncode == 0, fresh.stderr
+        tables = [path / "bursts" / "phase_rows.csv" for path in (out, tmp_path / "fresh")]
+        assert tables[0].read_bytes() == tables[1].read_bytes()
+
     def test_a_killed_worker_keeps_what_is_finished(self, trace: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         die = (
-            "import os; from singleflight.sim import work\n"
+            "import os; from singleflight.sweep import work\n"
             "def run(task, columns, cohorts=None):\n"
             "    if task.configs[0].instances == 2: os.kill(os.getpid(), 9)\n"
             "    return whole(task, columns, cohorts)\n"
@@ -338,7 +360,7 @@ class TestWithoutTheExtra:
 
     def test_registering_imports_nothing_heavy(self) -> None:
         code = (
-            "import sys, typer; from singleflight.sim.commands import register; register(typer.Typer())\n"
+            "import sys, typer; from singleflight.cli.simulate import register; register(typer.Typer())\n"
             "heavy = {'numba', 'numpy', 'pyarrow', 'joblib', 'matplotlib', 'zstandard'}\n"
             "print(sorted(heavy & set(sys.modules)))"
         )
