@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
 
 class Adoption(Protocol):
     """What a plan tells the allocator."""
 
-    blocks: list[KVCacheBlock]
     tokens: int
     external_tokens: int
+    chosen: bool
     allocated: bool
 
-    def still_valid(self) -> bool: ...
+    @property
+    def blocks(self) -> list[Any]: ...
 
 
 def wrap(
@@ -35,9 +36,10 @@ def wrap(
 ) -> None:
     """Install the wrapper on this instance.
 
-    `plan_of(request_id)` gives the plan made in this pass. `claimed_in_vain()` is how many of the blocks that
-    vLLM reserves for prefills in flight belong to requests that fell back: they hold nothing and start
-    again, but vLLM goes on counting them, and the first to load again would wait for itself.
+    `plan_of(request_id)` gives the plan made in this pass: vLLM allocates right after it has asked, so the
+    plan's flights are as they were. `claimed_in_vain()` is how many of the blocks that vLLM reserves for
+    prefills in flight belong to requests that start again: they hold nothing, but vLLM goes on counting them,
+    and the first to load again would wait for itself.
     `refused(request_id)` is told when there is no room for a request.
     """
     stock = manager.allocate_slots
@@ -47,14 +49,15 @@ def wrap(
             kwargs["reserved_blocks"] = max(reserved - claimed_in_vain(), 0)
         plan = plan_of(request.request_id)
         external = kwargs.get("num_external_computed_tokens", 0)
-        # The scheduler may have dropped our answer since (it then asks for other numbers): no adoption.
-        if plan is not None and (external != plan.external_tokens or not kwargs.get("delay_cache_blocks")):
+        # Another connector's answer may have been taken, or ours dropped: no adoption.
+        if plan is not None and not (plan.chosen and external == plan.external_tokens):
             plan = None
         if plan is not None:
-            if not plan.still_valid():
-                return None  # the scheduler tries again in its next pass, and gets a new plan
-            local = kwargs["new_computed_blocks"].blocks[0]
-            kwargs["new_computed_blocks"] = manager.create_kv_cache_blocks(([*local, *plan.blocks],))
+            local = kwargs["new_computed_blocks"].blocks
+            theirs = plan.blocks
+            adopted = [theirs] if len(local) == 1 else zip(*theirs, strict=True)
+            both = tuple([*mine, *more] for mine, more in zip(local, adopted, strict=True))
+            kwargs["new_computed_blocks"] = manager.create_kv_cache_blocks(both)
             kwargs["num_new_computed_tokens"] += plan.tokens
             kwargs["num_external_computed_tokens"] = external - plan.tokens
         blocks = stock(request, *args, **kwargs)
@@ -65,3 +68,10 @@ def wrap(
         return blocks
 
     manager.allocate_slots = allocate_slots  # type: ignore[method-assign]
+
+
+def most_blocks(group: SingleTypeKVCacheManager, tokens: int) -> int:
+    """The blocks that vLLM reserves in this group for so many tokens of a request that holds none."""
+    blocks = -(-tokens // group.block_size)
+    most = group.max_admission_blocks_per_request
+    return blocks if most is None else min(blocks, most)

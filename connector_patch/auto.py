@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 
-from singleflight import verdict
-from singleflight.verdict import VerdictError
+from singleflight.files import shown
+from singleflight.gate import verdict
+from singleflight.gate.verdict import VerdictError
 
 from .config import Config
 
@@ -34,8 +35,8 @@ def objection(config: Config, *, block_size: int, model: str, now: datetime.date
         found, block_size=block_size, model=model, now=now, max_age_days=config.max_age_days
     )
     if reason is not None:
-        return f"{config.gate}: {reason}"
+        return f"{shown.path(config.gate)}: {reason}"
     if not found.enable:
-        why = found.reasons[0].rstrip(".") if found.reasons else "it gives no reason"
-        return f"{config.gate} says no ({why}); gate again when the workload changes"
+        why = shown.text(found.reasons[0].rstrip("."), 500) if found.reasons else "it gives no reason"
+        return f"{shown.path(config.gate)} says no ({why}); gate again when the workload changes"
     return None

@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import sys
 
-DISTRIBUTION = "kv-singleflight"
-
-
-def foreign_package() -> str | None:
-    """The sentence to print if `import singleflight` finds another package than ours."""
-    import singleflight
-
-    if getattr(singleflight, "__distribution__", None) == DISTRIBUTION:
-        return None
-    where = getattr(singleflight, "__file__", "unknown")
-    return (
-        f"`import singleflight` finds another package ({where}): PyPI's `singleflight` has the same import"
-        " name; `pip uninstall singleflight`, then install kv-singleflight again"
-    )
+from .foreign import foreign_package
 
 
 def main() -> None:
     """Run the command line, or say why that is not possible."""
     if says := foreign_package():
         sys.exit(f"error: {says}")
-    from singleflight.cli import main as run
+    from singleflight.cli.main import main as run
 
     run()

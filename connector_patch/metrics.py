@@ -1,189 +1,231 @@
-"""Our counters, through vLLM's own statistics: its log line and its Prometheus endpoint.
+"""What the scheduler side hands to vLLM's statistics: counts, gauges and observations since the last step.
 
-The scheduler side hands vLLM what has changed since the last step, as one more "operation" beside the
-stock connector's, so that vLLM's way of merging statistics needs no change.
+It travels as one more "operation" beside the stock connector's, so that vLLM's way of merging statistics
+needs no change: `{KEY: [record, ...]}`, a list that grows where steps are merged. A record has up to four
+parts, each there only if there is something in it; `catalogue.py` lists the figures:
+
+    {"add": {figure: n}, "set": {figure: now}, "saw": {figure: [values]}, "info": {label: text}}
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.metrics import (
-    MooncakeStoreConnectorStats,
-    MooncakeStorePromMetrics,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.metrics import MooncakeStoreConnectorStats
 
-from singleflight.stats import Reason, Stats
+from singleflight.core.stats import Observed, Stats, Wait
+
+from .catalogue import BEYOND, FAN_IN, METRICS, Kind
+from .wrapped import WrappedStats
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+    from singleflight.core.table import PendingBlockTable
 
     from .shadow import Shadow
 
 KEY: Final = "singleflight"
-WINDOWS: Final = "singleflight_windows"
-"""Seconds; one record a load, for a histogram."""
+Record = dict[str, Any]
 
-FLIGHTS: Final = {
-    "flights": "led",
-    "landed": "landed",
-    "failed": "failed",
-    "orphaned": "orphaned",
-    "overdue": "overdue",
-    "overtook": "overtook",
-    "discarded": "discarded",
-    "unregistered": "unregistered",
-    "stale_reports": "stale_report",
-}
-REQUESTS: Final = {
-    "attached": "attached",
-    "ready": "ready",
-    "cancelled": "cancelled",
-    "alone": "alone",
-    **{f"fell_back_{reason.value}": f"fell_back_{reason.value}" for reason in Reason},
-}
-BLOCKS: Final = {"blocks_led": "led", "blocks_adopted": "adopted"}
-FAN_IN: Final = {1: "1", 2: "2", 4: "3-4", 8: "5-8", 16: "9-16", 32: "17-32", 64: "33-64"}
-"""Largest fan-in of a class -> its label."""
-BEYOND: Final = "65+"
-SHADOW_LOADS: Final = {
-    "shadow_loads": "allocated",
-    "shadow_failed_loads": "failed",
-    "shadow_unregistered_loads": "unregistered",
-}
-SHADOW_BLOCKS: Final = {
-    "shadow_attempts": "loaded",
-    "shadow_dup_attempts": "duplicate",
-    "shadow_removable": "removable",
-    "shadow_lost": "lost",
-}
-SHADOW_BYTES: Final = {"shadow_attempts_bytes": "loaded", "shadow_removable_bytes": "removable"}
-SHADOW_COHORTS: Final = {f"shadow_fan_in_{label}": label for label in (*FAN_IN.values(), BEYOND)}
-COUNTERS: Final = (
-    ("vllm:singleflight_flights", "event", "Flights (a leader's load of a run of KV blocks).", FLIGHTS),
-    ("vllm:singleflight_requests", "event", "Requests that waited for another's load.", REQUESTS),
-    (
-        "vllm:singleflight_blocks",
-        "role",
-        "KV blocks registered by leaders, and block loads that followers were spared.",
-        BLOCKS,
-    ),
-    ("vllm:singleflight_shadow_loads", "event", "Shadow mode: loads by request.", SHADOW_LOADS),
-    (
-        "vllm:singleflight_shadow_blocks",
-        "kind",
-        "Shadow mode: block loads; those in cohorts of two and more; those that could have been spared.",
-        SHADOW_BLOCKS,
-    ),
-    ("vllm:singleflight_shadow_bytes", "kind", "Shadow mode: the same in bytes, all ranks.", SHADOW_BYTES),
-    (
-        "vllm:singleflight_shadow_cohorts",
-        "fan_in",
-        "Shadow mode: cohorts (overlapping loads of one block) by how many loads they had.",
-        SHADOW_COHORTS,
-    ),
-)
-WINDOW_BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-"""The simulator's windows."""
+_INTEGERS: Final = tuple(field.name for field in fields(Stats) if field.type in (int, "int"))
+_integers: Final = attrgetter(*_INTEGERS)
+_GAUGES: Final = {figure for metric in METRICS if metric.kind is Kind.GAUGE for figure in metric.figures}
+_NOW: Final = [name for name in _INTEGERS if name in _GAUGES]
+"""Those of the table's statistics that are not counts, but how things stand."""
 
 
-def flat(stats: Stats) -> dict[str, int]:
-    """Every counter by one name."""
-    counts = stats.snapshot()
-    del counts["fan_in"]
-    fell_back: Mapping[str, int] = counts.pop("fell_back")
-    return {**counts, **{f"fell_back_{reason}": n for reason, n in fell_back.items()}}
+def flat(stats: Stats, bytes_per_block: int) -> dict[str, int]:
+    """The table's counters by figure."""
+    counts = {name: getattr(stats, name) for name in _INTEGERS if name not in _GAUGES}
+    counts.update((f"fell_back_{reason.value}", n) for reason, n in stats.fell_back.items())
+    for role in ("led", "spared"):
+        counts[f"bytes_{role}"] = counts[f"blocks_{role}"] * bytes_per_block
+    return counts
 
 
 def flat_shadow(shadow: Shadow, bytes_per_block: int) -> dict[str, int]:
-    """The same for shadow mode."""
+    """Shadow mode's counters by figure."""
     stats = shadow.stats
     classes: Counter[str] = Counter()
     for members, cohorts in stats.fan_in.items():
         classes[next((label for most, label in FAN_IN.items() if members <= most), BEYOND)] += cohorts
-    counts = {name: getattr(stats, name.removeprefix("shadow_")) for name in (*SHADOW_LOADS, *SHADOW_BLOCKS)}
-    for name in SHADOW_BYTES:
-        counts[name] = counts[name.removesuffix("_bytes")] * bytes_per_block
-    return {**counts, **{name: classes[label] for name, label in SHADOW_COHORTS.items()}}
+    return {
+        "shadow_loads": stats.loads,
+        "shadow_failed_loads": stats.failed_loads,
+        "shadow_unregistered_loads": stats.unregistered_loads,
+        "shadow_attempts": stats.attempts,
+        "shadow_dup_attempts": stats.dup_attempts,
+        "shadow_removable": stats.removable,
+        "shadow_lost": stats.lost,
+        "shadow_attempts_bytes": stats.attempts * bytes_per_block,
+        "shadow_removable_bytes": stats.removable * bytes_per_block,
+        "shadow_chose_load": stats.chose_load,
+        "shadow_chose_compute": stats.chose_compute,
+        **{f"shadow_fan_in_{label}": classes[label] for label in (*FAN_IN.values(), BEYOND)},
+    }
+
+
+class Source(Protocol):
+    """Where the numbers are."""
+
+    def changed(self) -> bool:
+        """Whether there can be anything new; asked in every step, so cheap."""
+
+    def counts(self) -> dict[str, int]: ...
+
+    def gauges(self) -> dict[str, int]: ...
+
+    def observed(self) -> dict[str, list[float]]:
+        """What has been seen since the last call."""
+
+
+class OfTheTable:
+    """Attach and park mode.
+
+    Args:
+        ended: told of each wait that has ended, once (`tracing.py`).
+    """
+
+    def __init__(
+        self,
+        table: PendingBlockTable,
+        bytes_per_block: int,
+        ended: Callable[[Iterable[Wait]], None] = lambda waits: None,
+    ) -> None:
+        self._table = table
+        self._bytes_per_block = bytes_per_block
+        self._ended = ended
+        self._seen: tuple[object, ...] = ()
+
+    def changed(self) -> bool:
+        stats = self._table.stats
+        now = (*_integers(stats), sum(stats.fell_back.values()))
+        before, self._seen = self._seen, now
+        return now != before
+
+    def counts(self) -> dict[str, int]:
+        return flat(self._table.stats, self._bytes_per_block)
+
+    def gauges(self) -> dict[str, int]:
+        table = self._table
+        return {
+            "now_pending": len(table),
+            "now_in_air": table.in_air,
+            "now_waiting": table.stats.waiting,
+            **{name: getattr(table.stats, name) for name in _NOW},
+        }
+
+    def observed(self) -> dict[str, list[float]]:
+        waits, flights = self._table.observed.waits, self._table.observed.flights
+        self._table.observed = Observed()
+        self._ended(waits)
+        saw: dict[str, list[float]] = {}
+        for wait in waits:
+            saw.setdefault(f"wait_{wait.outcome.value}", []).append(wait.seconds)
+        for flown in flights:
+            saw.setdefault("took_landed" if flown.landed else "took_failed", []).append(flown.seconds)
+        if flights:
+            saw["flight_members"] = [flown.fan_in for flown in flights]
+            saw["flight_size"] = [flown.blocks for flown in flights]
+        return saw
+
+
+class OfTheShadow:
+    """Shadow mode."""
+
+    def __init__(self, shadow: Shadow, bytes_per_block: int) -> None:
+        self._shadow = shadow
+        self._bytes_per_block = bytes_per_block
+
+    def changed(self) -> bool:
+        return self._shadow.changed
+
+    def counts(self) -> dict[str, int]:
+        return flat_shadow(self._shadow, self._bytes_per_block)
+
+    def gauges(self) -> dict[str, int]:
+        return {}
+
+    def observed(self) -> dict[str, list[float]]:
+        windows_s = self._shadow.take_windows()
+        return {"shadow_window": windows_s} if windows_s else {}
 
 
 class Deltas:
     """What has changed since the last question.
 
     Args:
-        counts: gives every counter by its name in `COUNTERS`.
+        source: None where there is nothing to count (off, passing through).
+        info: the labels of the info metric; told once, with the first record.
+        predicted: the verdict's redundancy, 0 to 1, if there is one; told with it.
+        kind: what it is told as.
     """
-
-    def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
-        self._counts = counts
-        self._told = counts()
-
-    def take(self, windows_s: list[float] | None = None) -> MooncakeStoreConnectorStats | None:
-        """As vLLM takes it; None if nothing has changed. `windows_s`: load windows seen since, if counted."""
-        now = self._counts()
-        if now == self._told:
-            return None
-        changed = {name: n - self._told[name] for name, n in now.items() if n != self._told[name]}
-        self._told = now
-        return MooncakeStoreConnectorStats(
-            data={KEY: [changed], **({WINDOWS: windows_s} if windows_s else {})}
-        )
-
-
-def total(records: list[dict[str, Any]]) -> dict[str, int]:
-    """The sum of several steps' changes."""
-    sums: dict[str, int] = {}
-    for record in records:
-        for name, n in record.items():
-            sums[name] = sums.get(name, 0) + n
-    return sums
-
-
-class SingleFlightStats(MooncakeStoreConnectorStats):
-    """The stock statistics and ours, for vLLM's log line."""
-
-    def reduce(self) -> dict[str, int | float]:
-        ours = total(self.data.get(KEY, []))
-        stock = MooncakeStoreConnectorStats(
-            data={k: v for k, v in self.data.items() if k not in (KEY, WINDOWS)}
-        )
-        return {**stock.reduce(), **{f"{KEY}_{name}": n for name, n in ours.items()}}
-
-
-class SingleFlightPromMetrics(MooncakeStorePromMetrics):
-    """The stock metrics and ours, for vLLM's Prometheus endpoint."""
 
     def __init__(
         self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        source: Source | None,
+        info: dict[str, str] | None = None,
+        predicted: float | None = None,
+        kind: type[KVConnectorStats] = MooncakeStoreConnectorStats,
     ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._ours: list[tuple[Any, dict[str, str]]] = [
-            (self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, label]), values)
-            for name, label, text, values in COUNTERS
-        ]
-        histogram: Any = self._histogram_cls  # declared as any of three kinds
-        self._windows = histogram(
-            name="vllm:singleflight_shadow_load_window_seconds",
-            documentation="Shadow mode: from a load's scheduling pass to its report.",
-            buckets=WINDOW_BUCKETS_S,
-            labelnames=labelnames,
-        )
+        self._source = source
+        self._kind = kind
+        self._told: dict[str, int] = {}
+        self._first: Record = {}
+        if info is not None:
+            self._first["info"] = info
+        if predicted is not None:
+            self._first["set"] = {"predicted": predicted}
 
-    def observe(self, transfer_stats_data: dict[str, Any] | None, engine_idx: int = 0) -> None:
-        data = dict(transfer_stats_data or {})
-        ours = total(data.pop(KEY, []))
-        windows_s = data.pop(WINDOWS, [])
-        super().observe(data, engine_idx)
-        for counter, values in self._ours:
-            for name, value in values.items():
-                if n := ours.get(name):
-                    counter.labels(*self.per_engine_labelvalues[engine_idx], value).inc(n)
-        for seconds in windows_s:
-            self._windows.labels(*self.per_engine_labelvalues[engine_idx]).observe(seconds)
+    def take(self) -> KVConnectorStats | None:
+        """As vLLM takes it; None if there is nothing to say, which costs a step a microsecond or two."""
+        record, self._first = self._first, {}
+        source = self._source
+        if source is not None and source.changed():
+            now = source.counts()
+            changed = {figure: n - self._told.get(figure, 0) for figure, n in now.items()}
+            self._told = now
+            parts: Record = {
+                "add": {figure: n for figure, n in changed.items() if n},
+                "set": record.get("set", {}) | source.gauges(),
+                "saw": source.observed(),
+            }
+            record |= {name: part for name, part in parts.items() if part}
+        return self._kind(data={KEY: [record]}) if record else None
+
+
+def total(records: Iterable[Record]) -> dict[str, int]:
+    """The counts of several steps together."""
+    sums: Counter[str] = Counter()
+    for record in records:
+        sums.update(record.get("add", {}))
+    return dict(sums)
+
+
+class SingleFlightStats(MooncakeStoreConnectorStats):
+    """The stock statistics and ours, as the front end merges them for vLLM's log line."""
+
+    def is_empty(self) -> bool:
+        """Whether the line would be; what the engine came to, and gauges, are not in it."""
+        return not total(self.data.get(KEY, [])) and not self.data.keys() - {KEY}
+
+    def reduce(self) -> dict[str, int | float]:
+        ours = total(self.data.get(KEY, []))
+        stock = MooncakeStoreConnectorStats(data={k: v for k, v in self.data.items() if k != KEY})
+        return {**stock.reduce(), **{f"{KEY}_{figure}": n for figure, n in ours.items()}}
+
+
+class WrappedSingleFlightStats(WrappedStats):
+    """The same of a wrapped connector's."""
+
+    def is_empty(self) -> bool:
+        return not total(self.data.get(KEY, [])) and all(stats.is_empty() for stats in self.of_children())
+
+    def reduce(self) -> dict[str, int | float]:
+        ours = total(self.data.get(KEY, []))
+        return {**super().reduce(), **{f"{KEY}_{figure}": n for figure, n in ours.items()}}

@@ -10,179 +10,142 @@ load with it, since nobody else can publish it; whatever vLLM caches after a res
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm import envs
+from singleflight.core.stats import Outcome
+from singleflight.core.table import Left
 
-from singleflight.estimate import Forecast
-from singleflight.stats import Outcome, Reason
-from singleflight.table import Left, PendingBlockTable, Publish
-
-from .config import Config, OnDeadline
+from .choice import Chooser
+from .config import Config
+from .rules import ASK_AGAIN, NOTHING, Load, Rules, Run
+from .windows import Windows, held
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-
-@dataclass(slots=True)
-class _Load:
-    """A load in the air, of a request that waits for it."""
-
-    generation: int | None
-    """Its flight; None if it was not registered."""
-    failed: bool = False
-    """As far as is known."""
+    from .store import Answer, Store
 
 
-class ParkScheduler:
-    """One per engine; called by the scheduler's thread only. The same calls as `AttachScheduler`."""
+class ParkScheduler(Rules):
+    """The rules, for followers that wait without blocks."""
+
+    loads_rest_after_wait = True
 
     def __init__(
         self,
-        stock: MooncakeStoreScheduler,
+        store: Store,
         config: Config,
         clock: Callable[[], float] = time.monotonic,
+        windows: Windows | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
-        self.table = PendingBlockTable(config.policy, Forecast(envs.VLLM_MOONCAKE_LOAD_RECV_THREADS))
-        self._on_deadline = config.on_deadline
-        self._stock = stock
-        self._block_size: int = stock._block_size
-        self._clock = clock
-        self._loads: dict[str, _Load] = {}
-        self._no_load: set[str] = set()  # as in attach mode: requests that load nothing any more
+        super().__init__(store, config, clock, windows, chooser)
+        self._parked: dict[str, Request] = {}
         self._served: set[str] = set()  # whose wait has ended well, until they are asked again
-        self._allocated: set[str] = set()  # in this pass
+        # Of those that have waited and have not been allocated anything since: what was loaded may be evicted
+        # before the request is admitted, and it waits again, but not anew.
+        self._deadlines: dict[str, float] = {}
+        self._steps_back: set[str] = set()
 
-    # -- one scheduling pass -----------------------------------------------------------------------------
-
-    def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """(None, False) while the request waits for another's load; else the stock connector's answer."""
-        request_id = request.request_id
-        if self.table.waiting(request_id):
-            return None, False
-        if request_id in self._no_load or request.skip_reading_prefix_cache:
-            return 0, False
-        if request_id in self._served:
-            self._served.discard(request_id)
-            if num_local_tokens + self._block_size >= request.num_tokens:
-                return 0, False  # it has all that a load could bring; no need to ask the store
-        if not len(self.table):
-            return self._stock.get_num_new_matched_tokens(request, num_local_tokens)
-        return self._join_or_load(request, num_local_tokens, self._clock())
-
-    def _join_or_load(self, request: Request, num_local_tokens: int, now: float) -> tuple[int | None, bool]:
-        request_id, size = request.request_id, self._block_size
-        self._carry_out(self.table.expire(now))  # or it could join a flight that has just become overdue
-        first = num_local_tokens // size
-        stop = min(len(request.block_hashes), (request.num_tokens - 1) // size)  # the last token is computed
-        segments = self.table.run(request.block_hashes, first, stop)
-        if not segments or not self.table.may_join(request_id, now):
-            return self._stock.get_num_new_matched_tokens(request, num_local_tokens)
-        shared = sum(segment.length for segment in segments)
-        end = first + shared
-        if end < stop and not segments[-1].known_miss(request.block_hashes[end]):
-            # It may have a suffix of its own in the store, which it would load only after the wait.
-            answer, is_async = self._stock.get_num_new_matched_tokens(request, num_local_tokens)
-            if answer is None:
-                return None, False
-            alone = answer // size
-            own = max(alone - shared, 0)
-            if alone >= shared and not self.table.worth_joining(segments, alone, now, then=own):
-                return answer, is_async
-        elif not self.table.worth_joining(segments, shared, now):
-            return self._stock.get_num_new_matched_tokens(request, num_local_tokens)
-        self._stock.load_specs.pop(request_id, None)
-        self._stock.client.discard(request_id)  # by the time this wait is over, an old answer
-        self.table.attach(request_id, segments, now)
-        return None, False
+    def chosen(self, request_id: str) -> None:
+        """No matter: who waits has no blocks, and who loads learns of it when vLLM has allocated."""
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """vLLM has allocated: from here on the request's load may be waited for."""
-        request_id = request.request_id
-        self._allocated.add(request_id)
-        self._stock.update_state_after_alloc(request, blocks, num_external_tokens)
-        spec = self._stock.load_specs.get(request_id)
-        if spec is None or not spec.can_load:
-            return
-        first, end = (n // self._block_size for n in (spec.vllm_cached_tokens, spec.kvpool_cached_tokens))
-        hashes = request.block_hashes[first:end]
-        asked = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
-        miss = request.block_hashes[end] if end < asked else None
-        # Nobody adopts anything, so there is no destination to remember.
-        flight = self.table.lead(request_id, hashes, hashes, self._clock(), miss)
-        self._loads[request_id] = _Load(flight.generation if flight is not None else None)
-
-    def still_preempted(self, preempted: set[str]) -> set[str]:
-        """As in attach mode: a load that was planned in this very pass must not be thrown away."""
-        return preempted - self._allocated
-
-    def acknowledgements(self) -> set[str]:
-        """End of the pass: deadlines. Nobody needs the worker to be let go, since nobody holds anything."""
-        self._allocated.clear()
-        self._carry_out(self.table.expire(self._clock()))
-        return set()
-
-    # -- what the worker reports -------------------------------------------------------------------------
+        self._allocated.add(request.request_id)
+        self._deadlines.pop(request.request_id, None)
+        load = self._store.allocated(request, blocks, num_external_tokens)
+        self._chose(request.request_id, num_external_tokens)
+        if load is not None:
+            # Nobody adopts anything: of the destination it matters only which windows will be there.
+            hashes = request.block_hashes[load.start : load.stop]
+            self._lead(request, load, held(blocks, load) if self._windows else hashes, self._clock())
 
     def output(self, out: KVConnectorOutput) -> None:
-        """Loads have ended. vLLM caches a landed leader's blocks before it asks anybody in its next pass."""
-        for request_id in out.failed_recving:
-            if request_id in self._loads:
-                self._loads[request_id].failed = True
-        for request_id in sorted(out.finished_recving or ()):
-            load = self._loads.pop(request_id, None)
-            if load is None:
-                continue
-            if load.failed:
-                self._no_load.add(request_id)
-            if load.generation is None:
-                continue
-            if load.failed:
-                self._carry_out(self.table.fail(load.generation))
-            else:
-                effects = self.table.land(load.generation, self._clock())
-                self._carry_out(effect for effect in effects if not isinstance(effect, Publish))
-
-    # -- requests and operators --------------------------------------------------------------------------
+        """vLLM caches a landed leader's blocks before it asks anybody in its next pass."""
+        if self._nothing_told(out):
+            return
+        tick = self._take_tick(out)
+        self._end_loads(out)
+        self._expire(tick)
 
     def finished(self, request_id: str, aborted: bool = False) -> None:
-        """vLLM has finished or aborted the request. What it was loading is never cached: nobody waits on.
+        """What the request was loading is never cached: nobody waits on.
 
         That a client has left says nothing against the store; any other end in mid-load is a failed load.
         """
-        self._no_load.discard(request_id)
+        self._no_load.pop(request_id, None)
+        self._parked.pop(request_id, None)
         self._served.discard(request_id)
-        load = self._loads.pop(request_id, None)
-        self.table.leave(request_id)
-        if load is not None and load.generation is not None:
-            self._carry_out(self.table.fail(load.generation, charged=not aborted))
+        self._deadlines.pop(request_id, None)
+        self._steps_back.discard(request_id)
+        if self.chooser is not None:
+            self.chooser.finished(request_id)
+        load = self._loads.get(request_id)
+        now = self._clock()
+        self.table.leave(request_id, now)
+        if load is not None:
+            load.gone = True  # it runs on; how it ends says something of the store
+            if load.generation is not None:
+                self._carry_out(self.table.fail(load.generation, now, charged=not aborted))
+                load.generation = None
 
-    def reset(self) -> None:
-        """The caches are being reset: nobody waits for what is in the air."""
-        for request_id in list(self._stock.client.futures):
-            self._stock.client.discard(request_id)  # answers from before (lookup_async)
-        self._carry_out(self.table.reset())
+    def _known_answer(self, request: Request, num_local_tokens: int) -> Answer | None:
+        request_id = request.request_id
+        if request_id in self._steps_back:
+            self._steps_back.discard(request_id)
+            return ASK_AGAIN
+        if self.table.waiting(request_id):
+            return ASK_AGAIN
+        known = super()._known_answer(request, num_local_tokens)
+        if known is None and request_id in self._served:
+            self._served.discard(request_id)
+            local = num_local_tokens // self._block_size
+            if local + self._store.drops_last >= self._asked(request):
+                return NOTHING  # it has all that a load could bring; no need to ask the store
+        return known
 
-    # -- inside ------------------------------------------------------------------------------------------
+    def _failed(self, load: Load) -> list[Left]:
+        """Who starts again in a model with windows lets those pass whose loads are complete, once: vLLM keeps
+        its place before them, and has reserved too little for it, since it counts null blocks as held."""
+        left = super()._failed(load)
+        if self._windows and not load.gone and not load.request.num_computed_tokens:
+            self._steps_back.add(load.request.request_id)
+        return left
 
-    def _carry_out(self, effects: Iterable[Left]) -> None:
-        """Who has left the table is asked again in the next pass, and goes the stock way or waits anew."""
-        for effect in effects:
-            request_id = str(effect.request)
-            if effect.outcome is Outcome.READY:
-                self._served.add(request_id)
-            if effect.outcome is not Outcome.FELL_BACK:
-                continue
-            late = effect.reason is Reason.DEADLINE
-            if (
-                self._on_deadline is OnDeadline.RECOMPUTE
-                if late
-                else not self.table.may_join(request_id, self._clock())
-            ):
-                self._no_load.add(request_id)  # as in attach mode: its own Get would stall, or stampede
+    def _may_join(self, request_id: str, now: float) -> bool:
+        return now < self._deadlines.get(request_id, math.inf) and super()._may_join(request_id, now)
+
+    def _pending_run(self, request: Request, first: int, stop: int) -> Run:
+        """Only what will be a local hit: it ends where its windows are there."""
+        segments = self.table.run(request.block_hashes, first, stop)
+        run = Run(segments, first, first + sum(segment.length for segment in segments))
+        return run.before(self._windows.standing(run)) if self._windows else run
+
+    def _join(self, request: Request, run: Run, own_tokens: int, now: float) -> Answer:
+        request_id = request.request_id
+        self._store.withdraw(request_id)  # by the time this wait is over, an old answer
+        if request_id not in self._deadlines:
+            size = sum(len(flight.hashes) for flight in {segment.flight for segment in run.segments})
+            self._deadlines[request_id] = now + self.table.budget_s(size)
+        self.table.attach(request_id, run.segments, now, deadline=self._deadlines[request_id])
+        if self.chooser is not None:
+            self.table.stats.chose_join += 1
+        self._parked[request_id] = request
+        return ASK_AGAIN
+
+    def _publish(self, load: Load) -> None:
+        """vLLM does, when it promotes the leader."""
+
+    def _waiter(self, request_id: str) -> Request:
+        return self._parked[request_id]
+
+    def _left(self, request_id: str, outcome: Outcome) -> None:
+        """The request is asked again in the next pass, and goes the stock way or waits anew."""
+        self._parked.pop(request_id, None)
+        if outcome is Outcome.READY:
+            self._served.add(request_id)

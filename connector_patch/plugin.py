@@ -1,13 +1,16 @@
-"""The `vllm.general_plugins` entry point: makes the connector known to vLLM by its name."""
+"""The `vllm.general_plugins` entry point: makes the connectors known to vLLM by their names."""
 
 from __future__ import annotations
 
 NAME = "SingleFlightMooncakeStoreConnector"
+WRAPPER = "SingleFlightConnector"
+MODULES = {NAME: "connector_patch.connector", WRAPPER: "connector_patch.wrapper"}
 
 
 def register() -> None:
     """Called by vLLM in every one of its processes; a second call is fine."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "connector_patch.connector", NAME)
+    for name, module in MODULES.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import json
 import math
 import os
 import queue
 import secrets
+import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from singleflight.recording import SCHEMA, header_path
+from singleflight.files.atomic import replaced
 from singleflight.traces.mooncake import MOONCAKE
-from singleflight.traces.request import Lengths, Request
-from singleflight.traces.writer import replaced
+from singleflight.traces.recording import SCHEMA, header_path
+from singleflight.traces.request import Lengths, Observed, Request
 
 WAITING_ROWS: Final = 10_000
 """Requests the queue holds while the disk is slow; more are left out, and counted."""
@@ -32,7 +34,29 @@ WAITING_BLOCKS: Final = 2_000_000
 """And their blocks, some 150 MB of hashes."""
 HEADER_EVERY_S: Final = 5.0
 """How old the header's load windows may become."""
+Row = tuple[float, int, int, Sequence[bytes], Observed | None]
+"""As `Recorder.finished` takes it."""
 CLOSE_S: Final = 10.0
+MODE: Final = 0o600
+"""Who may read when people use a service, and how much they say, is whoever runs it."""
+NO_LOCKS: Final = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+"""What flock says on a file system without locks: Lustre without -o flock, NFS with nolock."""
+
+
+def path_of(path: Path, parallel: Any, engine_id: str | None) -> Path:
+    """Where an engine records: each of a data-parallel group has its own arrivals, and so its own file.
+
+    Args:
+        path: as configured.
+        parallel: vLLM's ParallelConfig. For a dense model vLLM makes each rank look like a lone engine
+            (`data_parallel_size` 1, rank 0); the index keeps the number.
+        engine_id: of the KV transfer config, to which vLLM appends ``_dp<rank>`` in such a group: the one
+            thing that tells rank 0 of a dense model from a lone engine.
+    """
+    index = parallel.data_parallel_index
+    if index or parallel.data_parallel_size > 1 or (engine_id or "").endswith("_dp0"):
+        return path.with_name(f"{path.name}.dp{index}")
+    return path
 
 
 class Recorder:
@@ -48,12 +72,15 @@ class Recorder:
         max_bytes: of one file.
         block_size: tokens a hash covers.
         model: as the engine was told.
+        engine: further keys of the header, those of `recording.Header`: what the engine can do.
         windows_ms: gives what the header says about load windows, or None; called by the writing thread.
         on_stop: told once, with the error, if recording ends before `close`.
+        warn: told once, a sentence, if the file system has no locks.
 
     Raises:
         BlockingIOError: another process is recording to this path.
-        OSError: it cannot be written.
+        OSError: it cannot be written, or a link or something else that is no file is in its place.
+        ValueError: it is no possible name of a file.
     """
 
     def __init__(
@@ -62,38 +89,58 @@ class Recorder:
         max_bytes: int,
         block_size: int,
         model: str,
+        engine: Mapping[str, Any],
         windows_ms: Callable[[], dict[str, float] | None],
         on_stop: Callable[[Exception], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.path = path
         self._max_bytes = max_bytes
         self.block_size = block_size
         self._model = model
+        self._engine = engine
         self._windows_ms = windows_ms
         self._on_stop = on_stop
+        self._warn = warn
+        self._warned = False
         self._started = time.time()
         self._salt = secrets.token_bytes(32)
-        self._rows = self._dropped = 0
+        self._rows = self._dropped = self._resumable = 0
         self._taken = self._written = 0  # hashes, counted by the scheduler's thread and by ours
         self._ended = False
-        self._queue: queue.Queue[tuple[float, int, int, Sequence[bytes]] | None] = queue.Queue(WAITING_ROWS)
+        self._queue: queue.Queue[Row | None] = queue.Queue(WAITING_ROWS)
         self._file = self._opened()
-        self._write_header(path)
+        try:
+            self._write_header(path)
+        except BaseException:
+            os.close(self._file)
+            raise
         self._thread = threading.Thread(target=self._run, name="kv-singleflight-recorder", daemon=True)
         self._thread.start()
 
     def finished(
-        self, arrived: float, prompt_tokens: int, output_tokens: int, hashes: Sequence[bytes]
+        self,
+        arrived: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: Sequence[bytes],
+        observed: Observed | None = None,
     ) -> None:
         """A request is over. `arrived`: seconds since the epoch; `hashes`: of the prompt's full blocks."""
         if self._ended or self._taken - self._written > WAITING_BLOCKS:
             self._dropped += 1
             return
         try:
-            self._queue.put_nowait((arrived, prompt_tokens, output_tokens, hashes))
+            self._queue.put_nowait((arrived, prompt_tokens, output_tokens, hashes, observed))
             self._taken += len(hashes)
         except queue.Full:
             self._dropped += 1
+
+    def left_out(self) -> None:
+        """A streaming-input request is over. It came in pieces, and of those only the last has a time: vLLM
+        moves `arrival_time` along. One row of all its blocks at that time would be an arrival that never was,
+        so it is counted and has none."""
+        self._resumable += 1
 
     def close(self) -> None:
         """Write what is waiting, and end. A second call does nothing."""
@@ -131,7 +178,7 @@ class Recorder:
             if self._file >= 0:
                 os.close(self._file)
 
-    def _waiting(self, timeout_s: float) -> list[tuple[float, int, int, Sequence[bytes]] | None]:
+    def _waiting(self, timeout_s: float) -> list[Row | None]:
         """Everything in the queue: one write for all that has come since the last."""
         batch = []
         with contextlib.suppress(queue.Empty):
@@ -140,13 +187,21 @@ class Recorder:
                 batch.append(self._queue.get_nowait())
         return batch
 
-    def _row(self, arrived: float, prompt_tokens: int, output_tokens: int, hashes: Sequence[bytes]) -> str:
+    def _row(
+        self,
+        arrived: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: Sequence[bytes],
+        observed: Observed | None,
+    ) -> str:
         ids = [self._id(each) for each in hashes]
         blocks = -(-prompt_tokens // self.block_size)
         ids += (self._id(f"{self._rows}/{i}".encode()) for i in range(len(ids), blocks))
         self._rows += 1
         at_ms = max(round((arrived - self._started) * 1000), 0)
-        return MOONCAKE.encode(0, Request(at_ms, ids, Lengths(prompt_tokens, output_tokens)), "ms") + "\n"
+        row = Request(at_ms, ids, Lengths(prompt_tokens, output_tokens), observed)
+        return MOONCAKE.encode(0, row, "ms") + "\n"
 
     def _id(self, content: bytes) -> int:
         return int.from_bytes(blake2b(content, digest_size=8, key=self._salt).digest()) >> 11
@@ -155,11 +210,21 @@ class Recorder:
 
     def _opened(self) -> int:
         """The file, empty, locked and ours."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         for _ in range(2):
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = os.open(self.path, flags, MODE)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENXIO):
+                    raise self._no_file() from None
+                raise
+            try:
+                about = os.fstat(file)
+                if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+                    raise self._no_file()
+                self._lock(file)
                 if not os.fstat(file).st_size:
+                    os.fchmod(file, MODE)  # if it was there, empty
                     return file
                 self._put_aside()
             except BaseException:
@@ -168,8 +233,26 @@ class Recorder:
             os.close(file)
         raise BlockingIOError(f"{self.path} is written by another process")
 
+    def _no_file(self) -> OSError:
+        return OSError(errno.ELOOP, "is a link or no regular file", str(self.path))
+
+    def _lock(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"the file system of {self.path} has no locks ({error.strerror});"
+                    " see to it that no other process records to this path"
+                )
+
     def _put_aside(self) -> None:
         aside = Path(f"{self.path}.1")
+        for each in (aside, header_path(str(aside)), header_path(str(self.path))):
+            _refuse_link(each)
         self.path.replace(aside)
         with contextlib.suppress(FileNotFoundError):
             header_path(str(self.path)).replace(header_path(str(aside)))
@@ -196,10 +279,19 @@ class Recorder:
             "model": self._model,
             "started_at": started.isoformat(timespec="milliseconds"),
             "dropped_requests": self._dropped,
+            "resumable_requests": self._resumable,
             "load_windows_ms": self._windows_ms(),
+            **self._engine,
         }
-        with replaced(header_path(str(path))) as raw:
+        _refuse_link(header_path(str(path)))
+        with replaced(header_path(str(path)), MODE) as raw:
             raw.write((json.dumps(header, indent=2) + "\n").encode())
+
+
+def _refuse_link(path: Path) -> None:
+    """OSError if a symbolic link is there. Renaming would not follow it, but somebody put it there."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "is a link", str(path))
 
 
 def quantiles_ms(seen: int, windows_s: Sequence[float]) -> dict[str, float] | None:

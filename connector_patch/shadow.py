@@ -17,12 +17,20 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from singleflight.core.choice import Chosen
+
+from .choice import Chooser, Heard
+
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from .store import Store
+
+GIVEN_UP_S: Final = 600.0
+"""A load that has not been reported for so long never will be: its receive thread is dead, or vLLM has thrown
+it away. No healthy one takes so long: at 40 MB/s, it would be 24 GB."""
 REMEMBERED_WINDOWS: Final = 8192
 """Latest load windows kept for the recorder's header: enough for a p99, 64 kB."""
 
@@ -48,9 +56,14 @@ class ShadowStats:
     """Members of those, leaders included."""
     removable: int = 0
     lost: int = 0
-    """Members of cohorts whose load failed, or that a reset ended: they would not have been spared."""
+    """Members of cohorts whose load failed or was never reported, or that a reset ended: they would not have
+    been spared."""
     fan_in: Counter[int] = field(default_factory=Counter)
     """Fan-in of each landed cohort -> cohorts."""
+    chose_load: int = 0
+    """Requests that loaded, and would have where load or compute is a choice;"""
+    chose_compute: int = 0
+    """that would have computed instead."""
 
 
 @dataclass(slots=True)
@@ -64,17 +77,22 @@ class _Load:
     failed: bool = False
 
 
-class Shadow:
+class Shadow(Heard):
     """One per engine; called by the scheduler's thread only.
 
     Args:
-        stock: the stock connector's scheduler side; only read.
+        store: only read.
         max_blocks: bound on open cohorts.
         clock: monotonic seconds.
+        chooser: what requests would do where load or compute is a choice; nobody does it.
     """
 
     def __init__(
-        self, stock: MooncakeStoreScheduler, max_blocks: int, clock: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        max_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+        chooser: Chooser | None = None,
     ) -> None:
         self.stats = ShadowStats()
         self.windows_s: deque[float] = deque(maxlen=REMEMBERED_WINDOWS)
@@ -85,23 +103,40 @@ class Shadow:
         self.changed = False
         """Something has been counted since the metrics were last taken."""
         self._windows_taken = 0
-        self._stock = stock
-        self._block_size: int = stock._hash_block_size
+        self.chooser = chooser
+        self._store = store
         self._max_blocks = max_blocks
         self._clock = clock
         self._loads: dict[str, _Load] = {}
         self._fan_in: dict[bytes, int] = {}
 
+    def asked(self, request: Request, num_local_tokens: int, answer: tuple[int | None, bool]) -> None:
+        """The stock connector has answered. Only where there is a `chooser`."""
+        assert self.chooser is not None
+        tokens, is_async = answer
+        if tokens and is_async:
+            self.chooser.choose(request, num_local_tokens, tokens, self._clock())
+        elif tokens == 0:
+            self.chooser.computes_anyway(request, num_local_tokens)
+
     def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """vLLM has allocated, and the stock connector has been told: is there a load, and of what?"""
-        spec = self._stock.load_specs.get(request.request_id)
-        if spec is None or not spec.can_load:
+        load = self._store.planned(request.request_id)
+        if load is None:
             return
-        first = spec.vllm_cached_tokens // self._block_size
-        end = spec.kvpool_cached_tokens // self._block_size
-        hashes = request.block_hashes[first:end]
+        hashes = request.block_hashes[load.start : load.stop]
+        now = self._clock()
+        if request.request_id in self._loads:  # preempted: vLLM has thrown the load before this one away
+            self._give_up(request.request_id)
+        while self._loads and now - self._loads[oldest := next(iter(self._loads))].started >= GIVEN_UP_S:
+            self._give_up(oldest)
         self.changed = True
         self.stats.loads += 1
+        if self.chooser is not None:
+            self.chooser.queued(request.request_id, len(load), now)
+            chosen = self.chooser.allocated(request.request_id, 1)
+            self.stats.chose_load += chosen is Chosen.LOAD
+            self.stats.chose_compute += chosen is Chosen.COMPUTE
         if len(self._fan_in) + len(hashes) > self._max_blocks:
             self.stats.unregistered_loads += 1
             return
@@ -113,11 +148,15 @@ class Shadow:
             else:
                 self._fan_in[block] = 1
                 leads.append(bytes(block))
-        ids = {block for group in blocks.get_block_ids() for block in group[first:end]}
-        self._loads[request.request_id] = _Load(self._clock(), ids, leads)
+        ids = {block for group in blocks.get_block_ids() for block in group[load.start : load.stop]}
+        self._loads[request.request_id] = _Load(now, ids, leads)
 
     def output(self, out: KVConnectorOutput) -> None:
         """What the workers report. An aborted request's load runs on, and is reported like any other."""
+        if self.chooser is not None:
+            ended = out.finished_recving or ()
+            failed = bool(out.failed_recving or out.invalid_block_ids)
+            self.chooser.reported(ended, self._clock(), failed=failed)
         if not self._loads:
             return
         # A failure may be reported steps before the end of the same load.
@@ -130,6 +169,11 @@ class Shadow:
         for request_id in out.finished_recving or ():
             if request_id in self._loads:
                 self._close(self._loads.pop(request_id))
+
+    def finished(self, request_id: str) -> None:
+        """vLLM has finished or aborted the request. Only where there is a `chooser`."""
+        assert self.chooser is not None
+        self.chooser.finished(request_id)
 
     def reset(self) -> None:
         """The caches are being reset: nobody could be served from what is in the air."""
@@ -144,6 +188,11 @@ class Shadow:
         fresh = self.windows_seen - self._windows_taken
         self._windows_taken = self.windows_seen
         return list(islice(reversed(self.windows_s), fresh))
+
+    def _give_up(self, request_id: str) -> None:
+        load = self._loads.pop(request_id)
+        load.failed = True
+        self._close(load)
 
     def _close(self, load: _Load) -> None:
         self.changed = True

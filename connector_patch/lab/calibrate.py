@@ -1,6 +1,6 @@
-"""What the layer costs the scheduler, and what the store's loads take: measured, for the cost model.
+"""What the layer costs the scheduler, what loads and engine steps take: measured, for the twin.
 
-`python -m connector_patch.calibrate --out FILE` runs in a process of its own (`singleflight calibrate` is
+`python -m connector_patch.lab.calibrate --out FILE` runs in a process of its own (`singleflight calibrate` is
 the other end) and writes a calibration file.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import json
 import statistics
 import sys
 import time
@@ -16,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from singleflight.calibration import Calibration
-from singleflight.demo import environment
-from singleflight.sim.cost import Figures
+from singleflight.gate.calibration import Calibration
+from singleflight.stack.demo import environment
+from singleflight.twin.figures import Figures
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -128,14 +129,17 @@ class Ours(Stock):
     """The same with attach mode between: the real AttachScheduler, table and allocation wrapper."""
 
     def __init__(self) -> None:
-        from .attach import AttachScheduler
-        from .config import Config
+        from ..attach import AttachScheduler
+        from ..config import Config
+        from ..mooncake import MooncakeStore
 
         super().__init__()
-        self.attach = AttachScheduler(self.side, self.manager, Config())
+        self.attach = AttachScheduler(MooncakeStore(self.side), self.manager, Config())
 
     def match(self, request: Request) -> Any:
-        return self.attach.match(request, 0)
+        answer = self.attach.match(request, 0)
+        self.attach.chosen(request.request_id)
+        return answer
 
     def allocated(self, request: Request, external: int) -> None:
         self.attach.allocated(request, self.manager.get_blocks(request.request_id), external)
@@ -150,7 +154,7 @@ class Ours(Stock):
 
 
 def coordination() -> dict[str, float]:
-    """What attach mode adds, as figures of the cost model: s a request, and s a block.
+    """What attach mode adds, as figures of the twin: s a request, and s a block.
 
     The median over passes of (ours - stock), which take turns; a line through two lengths of run. Every
     request leads a load of its own, the dearest thing that can become of one.
@@ -182,22 +186,42 @@ def _timed(arm: Stock, batch: list[Request]) -> float:
     return time.perf_counter() - started
 
 
+def say(doing: str) -> None:
+    """For whoever started this process, and passes it on."""
+    print(f"progress: {doing}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mooncake-config", type=Path)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tier", default="memory")
+    parser.add_argument("--model")
+    parser.add_argument("--engine-args", type=json.loads, default={})
     args = parser.parse_args()
     figures, notes = Figures(), []
     if args.mooncake_config is not None:  # first, since it may not be there
         from . import calibrate_store
+        from .calibrate_tiers import StoreError
 
         try:
-            store = calibrate_store.measure(args.mooncake_config, args.threads)
-        except calibrate_store.StoreError as fault:
+            store = calibrate_store.measure(args.mooncake_config, args.threads, args.tier, say)
+        except StoreError as fault:
             print(f"error: {fault}", flush=True)
             return 1
         figures, notes = figures.measured(**store.figures()), [store.note()]
+    if args.model is not None:
+        from . import calibrate_engine
+
+        try:
+            engine = calibrate_engine.measure(args.model, args.engine_args, say)
+        except calibrate_engine.EngineError as fault:
+            print(f"error: {fault}", flush=True)
+            return 1
+        figures = figures.measured(**engine.figures())
+        notes.append(engine.note())
+    say("measuring the coordination cost")
     figures = figures.measured(**coordination())
     notes.append(
         f"Coordination: attach mode less stock, median of {PASSES} passes of {IN_FLIGHT} requests with runs"

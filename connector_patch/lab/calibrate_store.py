@@ -9,13 +9,18 @@ import contextlib
 import statistics
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from singleflight.files import shown
+from singleflight.stack import mooncake_json
+
+from .calibrate_tiers import StoreError, Tier, tiers_of, to_ssd
 
 BLOCK_BYTES = 256 << 10
 """Bytes a probe key: 2 KiB of KV a token times 128 tokens, or a small model's block."""
@@ -24,8 +29,13 @@ RUNS = (1, 4, 16, 64)
 REPEATS = 15
 
 
-class StoreError(RuntimeError):
-    """The store cannot be measured; one sentence."""
+NOTES = {
+    Tier.MEMORY: "They say nothing about loads from an SSD tier (--tier ssd).",
+    Tier.SSD: "What was just written may have come from the page cache of the node that has the disk, so a"
+    " disk under load is slower.",
+}
+NO_SPACE = -200
+"""Mooncake's NO_AVAILABLE_HANDLE."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Measured:
         seconds: keys a Get -> its median time, s.
         latency_s, bytes_per_s: the line through them.
         threads, parallel: receive threads, and how many times more bytes a second they bring than one.
+        tier: where the store had the keys.
     """
 
     seconds: dict[int, float]
@@ -43,6 +54,7 @@ class Measured:
     bytes_per_s: float
     threads: int
     parallel: float
+    tier: Tier
 
     def figures(self) -> dict[str, float]:
         return {
@@ -54,18 +66,24 @@ class Measured:
     def note(self) -> str:
         medians = ", ".join(f"{keys} in {1000 * s:.2f} ms" for keys, s in self.seconds.items())
         return (
-            f"Store: Gets of keys of {BLOCK_BYTES >> 10} KiB, medians of {REPEATS}: {medians};"
-            f" {self.threads} receive threads."
+            f"Store, {self.tier.value}: Gets of keys of {BLOCK_BYTES >> 10} KiB, medians of {REPEATS}:"
+            f" {medians}; {self.threads} receive threads. {NOTES[self.tier]}"
         )
 
 
-def measure(config: Path, threads: int) -> Measured:
+def measure(config: Path, threads: int, tier: str, say: Callable[[str], None]) -> Measured:
     """Measure the store that a Mooncake JSON names.
 
+    Args:
+        tier: where it is to have the keys, a value of `Tier`.
+        say: told what is done now.
+
     Raises:
-        StoreError: it cannot be reached, or does not take or give the probe keys.
+        StoreError: it cannot be reached, or does not take or give the probe keys, or has them elsewhere.
     """
-    with _client(config) as store, _probe(store, threads) as get:
+    say("measuring the store: its client starts")
+    with _client(config) as store, _probe(store, threads, Tier(tier), say) as get:
+        say("measuring the store: Gets")
         for keys in RUNS:
             get(0, keys)  # connections are made, buffers touched
         seconds = {}
@@ -82,7 +100,17 @@ def measure(config: Path, threads: int) -> Measured:
                 together()
                 took = statistics.median(_timed(together) for _ in range(REPEATS))
             parallel = min(max(threads * seconds[RUNS[-1]] / took, 1.0), float(threads))
-    return Measured(seconds, latency, bandwidth, threads, parallel)
+    return Measured(seconds, latency, bandwidth, threads, parallel, Tier(tier))
+
+
+def refusal(code: int) -> str:
+    """Why a put failed, in a sentence."""
+    if code == NO_SPACE:
+        return (
+            f"the store has no room for the probe keys (Mooncake's code {code}): nobody offers memory, or all"
+            " is taken; start the server or a store node first"
+        )
+    return f"the store does not take the probe keys: Mooncake's code {code}"
 
 
 def line(seconds: dict[int, float]) -> tuple[float, float]:
@@ -103,24 +131,35 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - started
 
 
+def settings_of(config: Path) -> Any:
+    """What vLLM makes of the file. StoreError: it makes nothing of it."""
+    from vllm.distributed.mooncake_store import MooncakeStoreConfig
+
+    try:
+        mooncake_json.read(config)
+        return MooncakeStoreConfig.from_file(str(config))
+    except mooncake_json.MooncakeJsonError as fault:
+        raise StoreError(str(fault)) from None
+    except Exception as fault:  # of vLLM's own reading, whatever it trips over
+        raise StoreError(f"{shown.path(config)}: {shown.text(fault, 200)}; {mooncake_json.GIVE}") from None
+
+
 @contextlib.contextmanager
 def _client(config: Path) -> Iterator[Any]:
     from mooncake.store import MooncakeDistributedStore
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import rdma_utils
-    from vllm.distributed.mooncake_store import MooncakeStoreConfig, setup_mooncake_store
+    from vllm.distributed.mooncake_store import setup_mooncake_store
     from vllm.utils.network_utils import get_ip
 
-    try:
-        settings = MooncakeStoreConfig.from_file(str(config))
-    except (OSError, ValueError, TypeError) as fault:
-        raise StoreError(f"{config}: {fault}; give the JSON that MOONCAKE_CONFIG_PATH names") from None
+    settings = settings_of(config)
     settings.global_segment_size = 0  # a guest: it brings no memory for others' objects
     store = MooncakeDistributedStore()
     try:
         setup_mooncake_store(store, settings, rdma_utils.get_requester_local_hostname(get_ip()))
-    except RuntimeError:
+    except (RuntimeError, TypeError, OverflowError) as fault:
+        # Not that nobody is there: the master's port has answered.
         raise StoreError(
-            f"no Mooncake master answers at {settings.master_server_address}, which {config} names"
+            f"Mooncake's client does not start with {shown.path(config)}: {shown.text(fault, 200)}"
         ) from None
     try:
         yield store
@@ -129,26 +168,39 @@ def _client(config: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _probe(store: Any, threads: int) -> Iterator[Any]:
-    """Put the probe keys; yields get(thread, n): load the first n of them to that thread's own buffer."""
+def _probe(store: Any, threads: int, tier: Tier, say: Callable[[str], None]) -> Iterator[Any]:
+    """Put the probe keys, have them in the tier; yields get(thread, n): load the first n of them to that
+    thread's own buffer."""
     buffers = [np.ones(RUNS[-1] * BLOCK_BYTES, np.uint8) for _ in range(threads)]
-    keys = [f"kv-singleflight/calibrate/{uuid.uuid4().hex}/{i}" for i in range(RUNS[-1])]
+    prefix = f"kv-singleflight/calibrate/{uuid.uuid4().hex}"
+    keys: list[str] = []
     for buffer in buffers:
         if code := store.register_buffer(buffer.ctypes.data, buffer.nbytes):
             raise StoreError(f"the store's client does not register a buffer: Mooncake's code {code}")
 
+    def put(n: int) -> list[str]:
+        new = [f"{prefix}/{len(keys) + i}" for i in range(n)]
+        keys.extend(new)
+        for key in new:
+            if code := store.put_from(key, buffers[0].ctypes.data, BLOCK_BYTES):
+                raise StoreError(refusal(code))
+        return new
+
     def get(thread: int, n: int) -> None:
         start = buffers[thread].ctypes.data
         places = [[start + i * BLOCK_BYTES] for i in range(n)]
-        answers = store.batch_get_into_multi_buffers(keys[:n], places, [[BLOCK_BYTES]] * n)
+        answers = store.batch_get_into_multi_buffers(probe[:n], places, [[BLOCK_BYTES]] * n)
         if any(answer != BLOCK_BYTES for answer in answers):
             raise StoreError(f"a Get of {n} probe keys failed: Mooncake's code {min(answers)}")
 
     try:
-        for key in keys:
-            if code := store.put_from(key, buffers[0].ctypes.data, BLOCK_BYTES):
-                raise StoreError(f"the store does not take the probe keys: Mooncake's code {code}")
+        probe = to_ssd(store, put, RUNS[-1], say) if tier is Tier.SSD else put(RUNS[-1])
         yield get
+        if {*tiers_of(store, probe).values()} - {tier, None}:
+            raise StoreError(
+                f"the probe keys did not stay in the {tier.value} tier while they were loaded, so this"
+                " measured something else; try again, and for ssd without the master's --promotion_on_hit"
+            )
     finally:
         for key in keys:
             store.remove(key, True)  # by force: what was just read has a lease

@@ -1,7 +1,7 @@
 """A small real vLLM engine in this process, with its connector within reach.
 
-The environment must be set before vLLM is imported: see `singleflight.embedded.Stack.env`. Scheduler and
-worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a caller decides when a step runs.
+The environment must be set before vLLM is imported: see `singleflight.stack.embedded.Stack.env`. Scheduler
+and worker share the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a caller decides when a step runs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from ..plugin import NAME, register
+from . import lmcache_bed, platform
 from .instrument import instrument
-from .plugin import NAME, register
 
 STOCK = "MooncakeStoreConnector"
 BLOCK_SIZE = 32
@@ -40,13 +41,20 @@ class Burst:
     wall_s: float = 0.0
 
 
-def first(connector: Any) -> Any:
-    """The connector itself, or the first child of a MultiConnector."""
-    return getattr(connector, "sub_connectors", [connector])[0]
+def of_the_store(connector: Any) -> Any:
+    """The connector itself, or the child of a MultiConnector that is Mooncake's store's."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
+
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(child for child in children if isinstance(child, MooncakeStoreConnector))
 
 
 class Engine:
-    """`MooncakeStoreConnector` ("stock"), ours, or no connector at all, on the tiny model in float32."""
+    """`MooncakeStoreConnector` ("stock"), LMCache's, one of ours, or no connector, on the tiny model in
+    float32."""
+
+    lmcache: lmcache_bed.Bed | None = None
+    """Where the store is LMCache."""
 
     def __init__(
         self,
@@ -80,6 +88,7 @@ class Engine:
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 128,
             "kv_transfer_config": transfer,
+            **platform.engine_arguments(),
             **engine_args,
         }
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -91,15 +100,30 @@ class Engine:
 
             # In the same process, so it is the worker's own.
             self.worker_connector = cast(Any, get_kv_transfer_group())
-            self.recorder, self.gate = instrument(first(self.connector), first(self.worker_connector))
+            if (scheduler_side := lmcache_bed.lmcache_of(self.connector)) is not None:
+                worker_side = lmcache_bed.lmcache_of(self.worker_connector)
+                assert worker_side is not None
+                self.lmcache = lmcache_bed.instrument(self.connector, scheduler_side, worker_side)
+                self.recorder, self.gate = self.lmcache.recorder, self.lmcache.gate
+            else:
+                self.recorder, self.gate = instrument(
+                    of_the_store(self.connector), of_the_store(self.worker_connector)
+                )
 
     # -- requests ----------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, **sampling: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        priority: int = 0,
+        **sampling: Any,
+    ) -> None:
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
-        self.llm.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters)
+        self.llm.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters, priority=priority)
 
     def step(self) -> list[Any]:
         """One engine step; the outputs it made."""
@@ -154,17 +178,19 @@ class Engine:
                 self.burst({f"fill-{i}": prompt}, max_tokens=1)
             self.cold()  # not before the last put has ended
             missing = [prompt for prompt in missing if not self.stored(prompt)]
-            if time.monotonic() > limit:
+            if missing and time.monotonic() > limit:
                 raise TimeoutError(f"the store did not take {len(missing)} prompts in {FILL_S:.0f} s")
 
     def stored(self, prompt: Sequence[int]) -> bool:
-        """Whether the store has all whole blocks of the prompt that a lookup asks for."""
+        """Whether the store has all whole blocks (LMCache: chunks) of the prompt that a lookup asks for."""
+        if self.lmcache is not None:
+            return self.lmcache.stored(prompt)
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         hasher = self.core.request_block_hasher
         request = Request("stored", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=hasher)
-        lookup = first(self.connector).connector_scheduler.client.lookup
+        lookup = of_the_store(self.connector).connector_scheduler.client.lookup
         hits: int = lookup(request.request_id, request.num_tokens, request.block_hashes).hit_length
         return hits >= (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 

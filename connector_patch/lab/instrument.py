@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BARRIER_TIMEOUT_S = 120.0
 """A held Get gives up after this long, so that a broken test ends."""
+NULL_BLOCK = 0
+"""vLLM's id of the block that stands where a windowed group has none (`NULL_BLOCK_ID`)."""
 
 
 @dataclass
@@ -114,6 +116,19 @@ class Gate:
         self.concerns: Callable[[list[str]], bool] = lambda keys: True
         self.bytes_per_s: float | None = None
         self._turn = threading.Lock()
+        self._busy_until = 0.0
+
+    def holds(self, keys: list[str]) -> bool:
+        """Whether the barrier stands before this Get now; for who can come again."""
+        return self.concerns(keys) and not self.open.is_set()
+
+    def turn_ends(self, size: int) -> float:
+        """Queues for the link without waiting: the time (`time.monotonic`) when this transfer's turn is
+        over."""
+        if self.bytes_per_s is None:
+            return 0.0
+        self._busy_until = max(self._busy_until, time.monotonic()) + size / self.bytes_per_s
+        return self._busy_until
 
     def pass_through(self, keys: list[str], size: int) -> None:
         if self.concerns(keys) and not self.open.wait(BARRIER_TIMEOUT_S):
@@ -160,7 +175,9 @@ def instrument(
         stock(request, blocks, external)
         if external:
             count = -(-external // scheduler._block_size)
-            recorder.gpu_blocks.update(blocks.get_block_ids()[0][-count:])
+            for group in blocks.get_block_ids():
+                recorder.gpu_blocks.update(group[-count:])
+            recorder.gpu_blocks.discard(NULL_BLOCK)
             recorder.waiting.add(request.request_id)
 
     scheduler.client.lookup = lookup  # type: ignore[method-assign]

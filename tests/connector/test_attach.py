@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,28 +11,15 @@ from tests.support import (
     blocks,
     expect_equal,
     finish,
-    quiescent,
-    salts,
     store_prefixes,
     until_scheduled,
 )
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture
-def salt() -> int:
-    return next(salts)
-
-
-@pytest.fixture
-def engine(ours: Engine) -> Iterator[Engine]:
-    with quiescent(ours) as running:
-        yield running
 
 
 def test_partial_overlap_fetches_each_block_once_and_each_suffix_at_once(
@@ -64,9 +50,9 @@ def test_partial_overlap_fetches_each_block_once_and_each_suffix_at_once(
     engine.add("compute", [*trunk[: 2 * BLOCK], 11], prompt_logprobs=1)
     while "compute" not in burst.tokens:
         next(steps)
-    adopted_before = engine.connector.attach.table.stats.blocks_adopted
+    adopted_before = engine.connector.layer.table.stats.blocks_adopted
     warm, steps = until_scheduled(engine, {"warm": prompts["warm"]})
-    assert engine.connector.attach.table.stats.blocks_adopted - adopted_before == 6
+    assert engine.connector.layer.table.stats.blocks_adopted - adopted_before == 6
 
     while len(engine.recorder.complete) < 2:
         next(steps)
@@ -106,8 +92,8 @@ def test_a_chain_of_followers_adopts_from_several_flights(engine: Engine, refere
 def test_a_longer_flight_that_lands_first_does_not_run_before_the_one_it_stands_on(
     engine: Engine, reference: Arm, salt: int
 ) -> None:
-    """B's own 5-8 land while A's 1-4 hang: B waits, and a newcomer for 1-8 loads nothing at all, since
-    5-8 are cached behind the pending 1-4."""
+    """B's own 5-8 are complete while A's 1-4 hang: B waits, and a newcomer for 1-8 loads nothing at all,
+    since 5-8 stay pending until 1-4 have landed."""
     trunk = blocks(*range(1, 9), salt=salt)
     store_prefixes(engine, trunk)
     prompts = {"a": [*trunk[: 4 * BLOCK], 7], "b": [*trunk, 8], "c": [*trunk, 9]}
@@ -121,10 +107,9 @@ def test_a_longer_flight_that_lands_first_does_not_run_before_the_one_it_stands_
     engine.gate.concerns = first_only
     engine.gate.open.clear()
     burst, steps = until_scheduled(engine, {k: prompts[k] for k in "ab"})
-    while engine.connector.attach.table.stats.landed == 0 or not engine.recorder.complete:
+    while not engine.connector.layer._complete_early:
         next(steps)
-    while len(engine.connector.attach.table) > 4:
-        next(steps)
+    assert len(engine.connector.layer.table) == 8
     assert not burst.tokens
     late, steps = until_scheduled(engine, {"c": prompts["c"]})
     tokens = {**finish(engine, late, steps), **burst.tokens}
@@ -155,7 +140,7 @@ def test_a_prompt_of_whole_blocks_still_computes_its_last_token(
     trunk = blocks(*range(1, 5), salt=salt)
     store_prefixes(engine, trunk)
     prompts = {"leader": [*trunk, 7], "whole": trunk, "again": trunk}
-    stats = engine.connector.attach.table.stats
+    stats = engine.connector.layer.table.stats
     before = stats.blocks_adopted
     burst = engine.burst(prompts, barrier=True)
     assert stats.blocks_adopted - before == 3 + 3

@@ -13,38 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from connector_patch import auto, config
-from singleflight import probe
-from singleflight.arms import OURS, arm
-from singleflight.verdict import Fractions, Margin, Rates, Scope, Verdict
+from singleflight.stack import probe
+from singleflight.stack.arms import OURS, arm
+from tests.verdicts import yes
 
 if TYPE_CHECKING:
-    from singleflight.embedded import Stack
+    from singleflight.stack.embedded import Stack
 
 NOW = datetime.datetime(2026, 11, 29, 21, tzinfo=datetime.UTC)
 REQUESTS = 4
-
-
-def yes(model: str = "tiny") -> Verdict:
-    """A verdict that says yes, for the engines of these tests."""
-    scope = Scope(
-        trace="burst",
-        trace_sha256="ab" * 32,
-        requests=1000,
-        span_s=300.0,
-        block_size_tokens=32,
-        model=model,
-        instances=1,
-        capacity_blocks=1000,
-        routing="round_robin",
-        scale=1.0,
-        window_ms=120.0,
-        w_eff_ms=120,
-        versions={},
-    )
-    rates = Rates(3.0, 60.0, 24.0, 1.5, 0.2, 0.1, 0.0)
-    fractions, margin = Fractions(0.25, 0.5, 0.4), Margin(0.4, 1.2, 2.5)
-    made_at = datetime.datetime.now(datetime.UTC).isoformat()
-    return Verdict(made_at, True, ["It pays."], [], fractions, rates, margin, scope, {})
 
 
 def objection(path: Path | None, **changes: Any) -> str | None:
@@ -57,7 +34,7 @@ class TestWhatTheFileSays:
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
         path = tmp_path / "verdict.json"
-        replace(yes(), made_at="2026-11-28T21:00:00Z").write(path)
+        yes("2026-11-28T21:00:00Z").write(path)
         return path
 
     def test_yes_and_made_for_this_deployment(self, path: Path) -> None:
@@ -67,7 +44,7 @@ class TestWhatTheFileSays:
         assert str(objection(None)).startswith("no verdict is named; record traffic")
 
     def test_no(self, path: Path) -> None:
-        replace(yes(), made_at="2026-11-28T21:00:00Z", enable=False, reasons=["It costs."]).write(path)
+        replace(yes("2026-11-28T21:00:00Z"), enable=False, reasons=["It costs."]).write(path)
         assert objection(path) == f"{path} says no (It costs); gate again when the workload changes"
 
     @pytest.mark.parametrize(
@@ -81,13 +58,20 @@ class TestWhatTheFileSays:
     def test_made_for_another(self, path: Path, changes: dict[str, Any], sentence: str) -> None:
         assert sentence in str(objection(path, **changes))
 
+    def test_a_file_of_an_earlier_version_is_to_be_made_again(self, path: Path) -> None:
+        path.write_text(path.read_text().replace("verdict/2", "verdict/1"))
+        assert objection(path) == (
+            f'the verdict cannot be used: {path}: schema: "kv-singleflight/verdict/1" is of another version;'
+            " run `singleflight gate` again"
+        )
+
     @pytest.mark.parametrize(
         "spoil",
         [
             Path.unlink,
             lambda path: path.write_text(path.read_text()[:-50]),
             lambda path: path.write_bytes(b"\xff\x00"),
-            lambda path: path.write_text(path.read_text().replace("verdict/1", "verdict/2")),
+            lambda path: path.write_text(path.read_text().replace("verdict/2", "other/2")),
             lambda path: path.write_text(json.dumps([])),
             lambda path: (path.unlink(), path.mkdir()),
         ],
@@ -104,9 +88,9 @@ class TestWhatTheFileSays:
 class TestOnARealEngine:
     """What it does is told by what a burst of four on one cold block loads."""
 
-    def gets(self, stack: Stack, extra: dict[str, Any], connector: str = OURS) -> tuple[int, list[str]]:
+    def gets(self, stack: Stack, extra: dict[str, Any]) -> tuple[int, list[str]]:
         """Gets of the burst, and our lines in the log."""
-        with arm(stack, connector, extra, log_level="INFO") as engine:
+        with arm(stack, OURS, extra, log_level="INFO") as engine:
             engine.answer()
             asked = probe.prompts(REQUESTS)
             engine.ask("fill", prompts=[[*asked["probe-0"][: probe.BLOCK_SIZE], 3]])
@@ -121,7 +105,7 @@ class TestOnARealEngine:
 
     def test_a_yes_for_this_deployment_coalesces(self, stack: Stack, tmp_path: Path) -> None:
         path = tmp_path / "verdict.json"
-        yes(str(stack.model)).write(path)
+        yes(datetime.datetime.now(datetime.UTC).isoformat(), str(stack.model)).write(path)
         gets, (line,) = self.gets(stack, {"singleflight": {"gate": str(path)}})
         assert gets == 1
         assert f"attach mode is on, as {path} says" in line
@@ -133,20 +117,31 @@ class TestOnARealEngine:
         assert gets == REQUESTS
         assert f"shadow mode is on (counts, changes nothing): the verdict cannot be used: {path}:1" in line
 
-    def test_where_attach_is_not_possible_a_yes_is_shadow(self, stack: Stack, tmp_path: Path) -> None:
-        path = tmp_path / "verdict.json"
-        yes(str(stack.model)).write(path)
-        ours = {
-            "kv_connector": OURS,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"singleflight": {"gate": str(path)}},
-        }
-        example = {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        }
-        gets, (line,) = self.gets(stack, {"connectors": [ours, example]}, "MultiConnector")
-        assert gets == REQUESTS
-        assert "shadow mode is on (counts, changes nothing): the verdict says yes, but attach mode is" in line
-        assert line.endswith("MultiConnector is in use.")
+
+def test_where_attach_is_not_possible_a_yes_is_shadow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On vLLM's scheduler over simulated workers: no engine is needed to see what it comes to."""
+    from connector_patch import compat
+    from connector_patch.config import Mode
+    from tests.simulation.setup import Setup
+    from tests.simulation.world import World
+
+    def unsupported(config: object, cache: object, mode: Mode) -> str | None:
+        return "the moon is full" if mode is Mode.ATTACH else None
+
+    monkeypatch.setattr(compat, "unsupported_setup", unsupported)
+    plain = World(Setup(mode="shadow", block_size=32))
+    path = tmp_path / "verdict.json"
+    yes(
+        datetime.datetime.now(datetime.UTC).isoformat(), plain.scheduler.vllm_config.model_config.model
+    ).write(path)
+    w = World(Setup(mode="shadow", block_size=32, options={"mode": "auto", "gate": str(path)}))
+    prompt = w.prompt("ab")
+    w.store.put(prompt)
+    for _ in range(REQUESTS):
+        w.add(prompt)
+    w.run()
+    assert w.gets == REQUESTS
+    objection = w.loop.connector.objection
+    assert objection == "the verdict says yes, but attach mode is not possible here: the moon is full"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from connector_patch import config
-from singleflight.policy import Policy
+from singleflight.core.policy import Policy
 
 
 def test_without_configuration_the_verdict_decides() -> None:
@@ -25,6 +25,7 @@ def test_every_key_can_be_given() -> None:
         "max_age_days": 7,
         "record": {"path": "trace.jsonl", "max_mb": 0.5},
         "on_deadline": "load",
+        "load_or_compute": "on",
         "deadline_base_s": 1,
         "max_blocks": 7,
     }
@@ -34,6 +35,7 @@ def test_every_key_can_be_given() -> None:
         max_age_days=7.0,
         record=config.Record(Path("trace.jsonl"), 0.5),
         on_deadline=config.OnDeadline.LOAD,
+        load_or_compute=config.LoadOrCompute.ON,
         policy=Policy(deadline_base_s=1, max_blocks=7),
     )
 
@@ -49,9 +51,20 @@ def test_every_key_can_be_given() -> None:
         (
             {"mdoe": "attach"},
             "kv_connector_extra_config.singleflight.mdoe: unknown key; accepted are mode, gate, max_age_days,"
-            " record, on_deadline,"
-            " deadline_base_s, deadline_per_block_s, deadline_learned_factor, max_handovers, max_blocks,"
-            " join_patience",
+            " record, on_deadline, load_or_compute, deadline_per_token_s, deadline_base_s,"
+            " deadline_learned_factor, max_handovers, max_blocks, join_patience, compute_patience,"
+            " compute_decode_share, broken_ttl_s, breaker_failures, breaker_pause_s",
+        ),
+        (
+            {"deadline_per_block_s": 0.05},
+            "kv_connector_extra_config.singleflight.deadline_per_block_s: is not accepted, since the larger"
+            " blocks are, the fewer a load has; give deadline_per_token_s (the seconds of a block, divided by"
+            " its tokens)",
+        ),
+        (
+            {"deadline_per_token_s": -1},
+            "kv_connector_extra_config.singleflight.deadline_per_token_s: -1 is not accepted;"
+            " give a number of seconds >= 0",
         ),
         (
             {"mode": "attach", "deadline_base_s": "10"},

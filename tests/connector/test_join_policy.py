@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from singleflight.estimate import ENOUGH
-from singleflight.flight import State
+from singleflight.core.estimate import ENOUGH
+from singleflight.core.flight import State
 from tests.faults.cohort import Cohort
 from tests.faults.scripted_store import hang, scripted
 from tests.support import BLOCK, Clock, blocks, quiescent, salts, store_prefixes
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,7 @@ def cohort(ours: Engine) -> Iterator[Cohort]:
 @pytest.fixture
 def clock(cohort: Cohort) -> Clock:
     """The adapter's clock, standing still until the test moves it."""
-    moved: Clock = cohort.engine.connector.attach._clock
+    moved: Clock = cohort.engine.connector.layer._clock
     return moved
 
 
@@ -88,15 +88,15 @@ def test_whoever_has_as_much_of_its_own_to_load_waits(cohort: Cohort, clock: Clo
 def test_nobody_joins_a_load_that_hung_before_anybody_followed_it(
     cohort: Cohort, clock: Clock, reference: Arm
 ) -> None:
-    """A lone load hangs. Who comes after its budget (10.2 s for four blocks) does not wait for it first:
-    it leads a load of its own, and finishes, while the hung one is still in the air."""
+    """A lone load hangs. Who comes after its budget (10.4 s for four blocks of 32 tokens) does not wait for
+    it first: it leads a load of its own, and finishes, while the hung one is still in the air."""
     trunk = blocks(1, 2, 3, 4, salt=next(salts))
     store_prefixes(cohort.engine, trunk)
     hung = hang()
     with scripted(cohort.engine, hung):
         cohort.arrive(hung=[*trunk, 7])
         flight = cohort.flight("hung")
-        clock.advance(10.25)
+        clock.advance(10.45)
         cohort.arrive(late=[*trunk, 8])
         assert flight.state is State.OVERDUE
         cohort.finish("late")

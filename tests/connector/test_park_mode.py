@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from singleflight.arms import OURS, arm
+from singleflight.stack.arms import OURS, arm
 from tests.support import blocks, expect_equal, salts
 
 if TYPE_CHECKING:
-    from singleflight.arms import Arm
-    from singleflight.embedded import Stack
+    from singleflight.stack.arms import Arm
+    from singleflight.stack.embedded import Stack
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from singleflight import probe
+from singleflight.stack import probe
 
 ONE = dict.fromkeys(probe.COUNTED, 1)
 STOCK = {**dict.fromkeys(probe.COUNTED, 8), "bytes": 8 * 64}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from connector_patch import recorder
-from connector_patch.recorder import Recorder, quantiles_ms
-from singleflight.cli import app
+from connector_patch.recorder import Recorder, path_of, quantiles_ms
+from singleflight.cli.main import app
 from singleflight.traces.reader import Options, read
 
 Make = Callable[..., Recorder]
@@ -37,8 +41,10 @@ def make(path: Path) -> Iterator[Make]:
             "max_bytes": 10**6,
             "block_size": 16,
             "model": "tiny",
+            "engine": {},
             "windows_ms": lambda: None,
             "on_stop": lambda error: pytest.fail(str(error)),
+            "warn": lambda sentence: pytest.fail(sentence),
             **changes,
         }
         made.append(Recorder(**settings))
@@ -131,7 +137,7 @@ def test_two_do_not_record_to_one_file(make: Make, path: Path) -> None:
 def test_a_killed_process_leaves_whole_rows(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from connector_patch.recorder import Recorder\n"
-        "rec = Recorder(Path(sys.argv[1]), 10**9, 16, 'tiny', lambda: None, print)\n"
+        "rec = Recorder(Path(sys.argv[1]), 10**9, 16, 'tiny', {}, lambda: None, print, print)\n"
         "while True:\n"
         "    rec.finished(rec._started, 160, 1, [bytes([i]) * 32 for i in range(10)])\n"
     )
@@ -208,6 +214,122 @@ def test_a_header_that_is_none_of_ours_is_one_sentence(make: Make, path: Path) -
     run = CliRunner().invoke(app, ["trace", "inspect", str(path)])
     assert run.exit_code == 2
     assert run.stderr == f"{path}.header.json: [] is not accepted; give one JSON object\n"
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path, Path(f"{path}.header.json"), Path(f"{path}.1"), Path(f"{path}.1.header.json")]
+
+
+def test_nobody_else_may_read_what_it_writes(make: Make, path: Path) -> None:
+    for _ in range(2):
+        rec = make()
+        row(rec, 0, 16)
+        rec.close()
+    assert {stat.S_IMODE(each.stat().st_mode) for each in files_of(path)} == {0o600}
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_link_in_the_place_of_any_of_its_files_is_refused(make: Make, path: Path, which: int) -> None:
+    """Somebody else may have put it there, into a folder that many can write."""
+    victim = path.parent / "victim"
+    victim.write_text("precious")
+    path.write_text("an earlier run\n")  # so that it would be put aside
+    link = files_of(path)[which]
+    link.unlink(missing_ok=True)
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="is a link"):
+        make()
+    assert victim.read_text() == "precious"
+    assert link.is_symlink()
+
+
+def test_a_second_name_of_another_file_and_what_is_no_file_are_refused(make: Make, path: Path) -> None:
+    victim = path.parent / "victim"
+    victim.touch()
+    path.hardlink_to(victim)
+    with pytest.raises(OSError, match="is a link or no regular file"):
+        make()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is a link or no regular file"):
+        make()
+    assert victim.read_bytes() == b""
+
+
+def test_a_link_put_there_while_it_records_ends_the_recording_and_touches_nothing(
+    make: Make, path: Path
+) -> None:
+    stopped: list[Exception] = []
+    rec = make(max_bytes=500, on_stop=stopped.append)
+    victim = path.parent / "victim"
+    victim.write_text("precious")
+    Path(f"{path}.1").symlink_to(victim)
+    while not stopped:
+        row(rec, 0, 64)
+        os.sched_yield()
+    rec.close()
+    assert "is a link" in str(stopped[0])
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_records_with_one_warning(
+    make: Make, path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said: list[str] = []
+    rec = make(max_bytes=2000, warn=said.append)
+    for i in range(100):  # with several changes of file
+        row(rec, i, 64)
+    rec.close()
+    assert inspected(path)["last_ms"] == 99_000
+    assert said == [
+        f"the file system of {path} has no locks ({os.strerror(code)});"
+        " see to it that no other process records to this path"
+    ]
+
+
+def test_requests_that_came_in_pieces_are_counted_and_have_no_row(make: Make, path: Path) -> None:
+    rec = make()
+    row(rec, 0, 16)
+    rec.left_out()
+    rec.left_out()
+    rec.close()
+    assert inspected(path)["requests"] == 1
+    assert json.loads(Path(f"{path}.header.json").read_text())["resumable_requests"] == 2
+    run = CliRunner().invoke(app, ["trace", "inspect", str(path)])
+    assert f"note: {path}: requests that the recording left out: 2 (streaming input)" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "index", "engine_id", "name"),
+    [
+        (1, 0, "4f1c", "trace.jsonl"),
+        (1, 0, None, "trace.jsonl"),
+        (4, 0, "4f1c_dp0", "trace.jsonl.dp0"),  # mixture of experts: vLLM leaves the group's size as it is
+        (4, 3, "4f1c_dp3", "trace.jsonl.dp3"),
+        (1, 0, "4f1c_dp0", "trace.jsonl.dp0"),  # dense: each rank looks alone, but for these two
+        (1, 3, "4f1c_dp3", "trace.jsonl.dp3"),
+    ],
+)
+def test_each_engine_of_a_data_parallel_group_has_a_file_of_its_own(
+    size: int, index: int, engine_id: str | None, name: str
+) -> None:
+    parallel = SimpleNamespace(data_parallel_size=size, data_parallel_index=index, data_parallel_rank=0)
+    assert path_of(Path("/x/trace.jsonl"), parallel, engine_id) == Path("/x", name)
+
+
+def test_vllm_still_keeps_the_number_of_a_dense_rank_where_it_is_looked_for() -> None:
+    from vllm.config import ParallelConfig
+
+    parallel = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
+    parallel.data_parallel_index = 1  # as EngineCoreProc does
+    parallel.reconfigure_for_independent_dp_rank()
+    assert (parallel.data_parallel_size, parallel.data_parallel_rank) == (1, 0)
+    assert path_of(Path("t"), parallel, None) == Path("t.dp1")
 
 
 def test_quantiles_are_nearest_rank() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from connector_patch.catalogue import METRICS, Kind
 from singleflight.traces.reader import Options, read
 from tests.server import Server, serving
 from tests.support import BLOCK, STUCK_S
 
 if TYPE_CHECKING:
-    from singleflight.arms import Arm
-    from singleflight.embedded import Stack
+    from singleflight.stack.arms import Arm
+    from singleflight.stack.embedded import Stack
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -32,6 +34,21 @@ def test_the_entry_point_is_enough_and_attach_mode_is_on(server: Server) -> None
     log = server.log.read_text()
     assert "kv-singleflight: attach mode is on." in log
     assert "passes through" not in log
+
+
+def test_before_the_first_request_every_series_is_at_zero(server: Server) -> None:
+    """Or `increase()` would miss the first event of each kind."""
+    said = server.ask("/metrics").splitlines()
+    for metric in METRICS:
+        suffix = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}[metric.kind]
+        for value in metric.figures.values():
+            labels = [
+                'engine="0"',
+                'model_name="tiny"',
+                *([f'{metric.label}="{value}"'] if metric.label else []),
+            ]
+            series = f"{metric.name}{suffix}{{{','.join(sorted(labels))}}}"
+            assert f"{series} 0.0" in said
 
 
 def test_concurrent_clients_get_the_right_tokens_from_one_get(
@@ -61,6 +78,16 @@ def test_concurrent_clients_get_the_right_tokens_from_one_get(
     assert server.counter(**attached) == len(prompts) - 1
     assert server.counter("vllm:singleflight_requests", event="ready") == len(prompts) - 1
     assert server.counter("vllm:singleflight_blocks", role="adopted") == 64 * (len(prompts) - 1)
+    assert server.counter("vllm:singleflight_blocks", role="spared") == 64 * (len(prompts) - 1)
+    assert server.counter("vllm:singleflight_bytes", role="spared") == 65536 * 64 * (len(prompts) - 1)
+    said = server.ask("/metrics")
+    waits = 'vllm:singleflight_follower_wait_seconds_count{engine="0",model_name="tiny",outcome="ready"}'
+    assert f"{waits} {len(prompts) - 1:.1f}" in said
+    assert 'vllm:singleflight_followers{engine="0",model_name="tiny"} 0.0' in said
+    info = r'vllm:singleflight_info\{asked="attach",attach_refused="",engine="0",mode="attach",.*\} 1\.0'
+    assert re.search(info, said)
+    ours = [line for line in server.log.read_text().splitlines() if "] kv-singleflight" in line]
+    assert len(ours) == 1, "one line at start-up, and none for a request"
 
 
 def test_a_server_in_shadow_mode_says_on_its_metrics_what_it_loaded_twice_and_records(

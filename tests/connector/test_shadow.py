@@ -6,6 +6,7 @@ Both arms go through the scenarios of `watched.py` in processes of their own.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,16 +16,16 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from connector_patch import metrics
-from connector_patch.shadow import Shadow
-from singleflight import recording
-from singleflight.arms import OURS, STOCK
-from singleflight.embedded import spawned, tail
+from connector_patch.shadow import GIVEN_UP_S, Shadow
+from singleflight.stack.arms import OURS, STOCK
+from singleflight.stack.embedded import spawned, tail
+from singleflight.traces import recording
 from singleflight.traces.reader import Options, read
 from singleflight.traces.request import Lengths, Request
 
 if TYPE_CHECKING:
-    from singleflight.arms import Arm
-    from singleflight.embedded import Stack
+    from singleflight.stack.arms import Arm
+    from singleflight.stack.embedded import Stack
 
 K = 4
 """Blocks of the prefix in most scenarios."""
@@ -164,6 +165,30 @@ class TestTheRecording:
         assert windows is not None
         assert windows["count"] == shadow["windows"]
         assert 0 < windows["p50"] <= windows["p99"] <= windows["max"]
+        assert (header.mode, header.max_num_seqs, header.max_num_batched_tokens) == ("shadow", 128, 8192)
+        assert header.kv_bytes_per_token == 2048
+        # vLLM's default is 1; the shared engine of this process sets another for all that start after it.
+        assert header.receive_threads == int(os.environ.get("VLLM_MOONCAKE_LOAD_RECV_THREADS", "1"))
+        assert header.capacity_blocks is not None
+
+    def test_what_became_of_each_request_is_in_its_row(self, rows: list[Request]) -> None:
+        """Of those that have loaded and ran to the end: looked up, loaded, prefilled, answered, in order."""
+        seen = [row.observed for row in rows if row.observed is not None and row.observed.loaded_blocks]
+        whole = [each for each in seen if each.landed_ms is not None and each.first_token_ms is not None]
+        assert len(whole) >= 8
+        for each in whole:
+            times = (
+                each.looked_up_ms,
+                each.admitted_ms,
+                each.landed_ms,
+                each.prefill_ms,
+                each.first_token_ms,
+            )
+            assert all(time is not None for time in times), each
+            assert list(times) == sorted(times), each  # type: ignore[type-var]
+        for row in rows:
+            if row.observed in whole and row.observed.loaded_blocks == K:
+                assert row.observed.prefill_tokens == row.lengths.input - K * 32
 
 
 class TestCounting:
@@ -171,15 +196,13 @@ class TestCounting:
 
     def made(self, max_blocks: int = 100) -> tuple[Shadow, dict[str, Any]]:
         specs: dict[str, Any] = {}
-        stock = SimpleNamespace(load_specs=specs, _hash_block_size=32)
+        store = SimpleNamespace(planned=specs.pop)
         self.now = 0.0
-        return Shadow(cast(Any, stock), max_blocks, lambda: self.now), specs
+        return Shadow(cast(Any, store), max_blocks, lambda: self.now), specs
 
     def load(self, made: tuple[Shadow, dict[str, Any]], name: str, hashes: list[bytes]) -> None:
         shadow, specs = made
-        specs[name] = SimpleNamespace(
-            can_load=True, vllm_cached_tokens=0, kvpool_cached_tokens=32 * len(hashes)
-        )
+        specs[name] = range(len(hashes))
         request = SimpleNamespace(request_id=name, block_hashes=hashes)
         ids = SimpleNamespace(get_block_ids=lambda: ([*range(len(hashes))],))
         shadow.allocated(cast(Any, request), cast(Any, ids))
@@ -215,6 +238,36 @@ class TestCounting:
         assert (stats.loads, stats.unregistered_loads, stats.attempts) == (2, 1, 2)
         self.report(made, "a", "b")
         assert (stats.cohorts, stats.removable) == (2, 0)
+
+    def test_a_load_that_is_never_reported_does_not_keep_its_blocks(self) -> None:
+        """Its receive thread is dead. Ten minutes later its blocks open cohorts again, and there is room for
+        them; a report that comes after all counts nothing."""
+        made = self.made(max_blocks=2)
+        self.load(made, "dead", [b"1", b"2"])
+        self.now = GIVEN_UP_S - 1
+        self.load(made, "early", [b"1", b"2"])
+        assert made[0].stats.unregistered_loads == 1
+        self.now = GIVEN_UP_S
+        self.load(made, "late", [b"1", b"2"])
+        self.report(made, "dead", "late")
+        stats = made[0].stats
+        assert (stats.attempts, stats.cohorts, stats.removable, stats.lost, stats.failed_loads) == (
+            4,
+            2,
+            0,
+            2,
+            1,
+        )
+
+    def test_a_load_that_vllm_has_thrown_away_is_closed_by_the_next_one_of_its_request(self) -> None:
+        """A preempted request loads again; of the first load nobody hears any more."""
+        made = self.made()
+        self.load(made, "a", [b"1", b"2"])
+        self.load(made, "a", [b"1"])
+        self.report(made, "a")
+        stats = made[0].stats
+        assert (stats.attempts, stats.cohorts, stats.lost) == (3, 1, 2)
+        assert not made[0]._fan_in
 
     def test_metrics_name_every_fan_in_and_the_bytes(self) -> None:
         made = self.made()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from connector_patch import compat
-from connector_patch.engine import Burst, Engine
+from connector_patch.lab.engine import Burst, Engine
 from tests.faults.scripted_store import fail_keys, hang, scripted
 from tests.support import blocks, store_prefixes, until_scheduled
 
