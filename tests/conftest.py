@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,15 +11,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
-    from singleflight.embedded import Stack
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
+    from singleflight.stack.embedded import Stack
+    from tests.faults.cohort import Cohort
+    from tests.support import Clock
+
+
+def pytest_configure() -> None:
+    """Tests press Ctrl-C, here and in child processes. A script's background job starts with it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """A real mooncake_master and store node."""
-    from singleflight.embedded import Stack
+    from singleflight.stack.embedded import Stack
 
     with Stack() as running:
         yield running
@@ -32,7 +41,7 @@ def ours(stack: Stack) -> Iterator[Engine]:
     be complete before vLLM is imported, hence no test imports vllm at module level.
     """
     os.environ.update(stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_MOONCAKE_LOAD_RECV_THREADS="4"))
-    from connector_patch.engine import Engine
+    from connector_patch.lab.engine import Engine
     from connector_patch.plugin import NAME
 
     if "llvmlite" in sys.modules:
@@ -47,8 +56,49 @@ def ours(stack: Stack) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def reference(stack: Stack) -> Iterator[Arm]:
     """vLLM without any connector, in a process of its own: what the tokens ought to be."""
-    from singleflight.arms import arm
+    from singleflight.stack.arms import arm
 
     with arm(stack, "none") as plain:
         plain.answer()
         yield plain
+
+
+@pytest.fixture
+def salt() -> int:
+    """Tells this test's prompts from every other test's."""
+    from tests.support import salts
+
+    return next(salts)
+
+
+@pytest.fixture
+def engine(ours: Engine) -> Iterator[Engine]:
+    """The shared engine; cold before, quiescent after (`tests.support.quiescent`)."""
+    from tests.support import quiescent
+
+    with quiescent(ours) as running:
+        yield running
+
+
+@pytest.fixture
+def cohort(engine: Engine) -> Cohort:
+    """Requests on the shared engine, driven step by step."""
+    from tests.faults.cohort import Cohort
+
+    return Cohort(engine)
+
+
+@pytest.fixture
+def clock(engine: Engine) -> Clock:
+    """The adapter's clock, standing still until the test moves it."""
+    moved: Clock = engine.connector.layer._clock
+    return moved
+
+
+@pytest.fixture(params=["fail", "recompute"])
+def policy(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
+    """Both values of kv_load_failure_policy, which the scheduler keeps as one flag."""
+    before = engine.scheduler.recompute_kv_load_failures
+    engine.scheduler.recompute_kv_load_failures = request.param == "recompute"
+    yield request.param
+    engine.scheduler.recompute_kv_load_failures = before

@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from connector_patch.engine import FILL_S
-from singleflight import embedded
+from connector_patch.lab import platform
+from connector_patch.lab.engine import FILL_S
+from singleflight.stack import embedded
 from tests.support import BLOCK
 
 if TYPE_CHECKING:
-    from singleflight.embedded import Stack
+    from singleflight.stack.embedded import Stack
 
 START_TIMEOUT_S = 180
 ANSWER_S = 60.0
@@ -108,7 +109,7 @@ def serving(
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(stack.model)]
     argv += ["--served-model-name", "tiny", "--host", embedded.LOOPBACK, "--port", str(port)]
     argv += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "8192"]
-    argv += ["--kv-transfer-config", json.dumps(transfer)]
+    argv += [*platform.server_flags(), "--kv-transfer-config", json.dumps(transfer)]
     log = stack.folder / f"server-{port}.log"
     environment = stack.env(VLLM_LOGGING_LEVEL="INFO", VLLM_SERVER_DEV_MODE="1", **(env or {}))
     with embedded.spawned(argv, env=environment, log=log, stop_timeout_s=30) as process:

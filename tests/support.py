@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from connector_patch.engine import Burst
-from singleflight.estimate import LoadTimes
+from connector_patch.health import Health
+from connector_patch.lab.engine import Burst
+from singleflight.core.estimate import LoadTimes
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 BLOCK = 32
 STUCK_S = 60.0
@@ -67,7 +68,7 @@ def finish(engine: Engine, burst: Burst, steps: Iterator[None]) -> dict[str, lis
     engine.gate.open.set()
     limit = time.monotonic() + STUCK_S
     for _ in steps:
-        assert time.monotonic() < limit, f"stuck: {engine.connector.attach.table!r}"
+        assert time.monotonic() < limit, f"stuck: {engine.connector.layer.table!r}"
     return burst.tokens
 
 
@@ -84,16 +85,18 @@ def quiescent(engine: Engine) -> Iterator[Engine]:
     Inside, the adapter's clock stands still until the test moves it.
     """
     engine.cold()
-    engine.connector.attach._clock = Clock()
-    # What other tests' loads took says nothing here.
-    engine.connector.attach.table.forecast.times = LoadTimes()
+    engine.connector.layer._clock = Clock()
+    # What other tests' loads took, and which of them failed, says nothing here.
+    table = engine.connector.layer.table
+    table.forecast.times = LoadTimes()
+    engine.connector.layer.health = Health(table.policy, table.stats)
     baseline = engine.free_blocks()
     engine.recorder.take()
     yield engine
     engine.gate.open.set()
     engine.gate.concerns = lambda keys: True
     engine.cold()  # raises where a request is stuck or a block is lost
-    layer = engine.connector.attach
+    layer = engine.connector.layer
     for holder in (layer, layer.table):
         assert not {name: v for name, v in vars(holder).items() if isinstance(v, dict | set) and v}
     assert engine.free_blocks() == baseline

@@ -10,15 +10,17 @@ content is off by as much, rounding by a hundred-thousandth of it).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from connector_patch.lab import memory
+from connector_patch.park import ParkScheduler
+
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
+    from connector_patch.lab.engine import Engine
 
 TOLERANCE = 1e-3
 
@@ -88,16 +90,17 @@ def regions(engine: Engine, block_id: int) -> Iterator[tuple[int, int]]:
 
 
 def content(engine: Engine, block_id: int) -> bytes:
-    return b"".join(ctypes.string_at(address, size) for address, size in regions(engine, block_id))
+    return b"".join(memory.read(address, size) for address, size in regions(engine, block_id))
 
 
 @contextlib.contextmanager
 def guard(engine: Engine) -> Iterator[Guard]:
     """Watch what lands and what is given to somebody else; at the end, check all that is visible."""
-    pool, attach = engine.scheduler.kv_cache_manager.block_pool, engine.connector.attach
+    pool, attach = engine.scheduler.kv_cache_manager.block_pool, engine.connector.layer
     watching = Guard(engine)
     take = pool.get_new_blocks
-    land = getattr(attach, "_land", None)  # park mode publishes nothing itself: there all must be close
+    # Park mode publishes nothing itself, and knows no blocks: there all must be close.
+    land = None if isinstance(attach, ParkScheduler) else attach._land
 
     def landed(leader: Any) -> Any:
         flight = attach.table._flights.get(leader.generation)

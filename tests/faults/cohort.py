@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from singleflight.stats import Reason
+from singleflight.core.stats import Reason
 from tests.support import STUCK_S, expect_equal
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
-    from singleflight.flight import Flight
-    from singleflight.table import PendingBlockTable
+    from connector_patch.lab.engine import Engine
+    from singleflight.core.flight import Flight
+    from singleflight.core.table import PendingBlockTable
+    from singleflight.stack.arms import Arm
 
 
 class Cohort:
@@ -76,7 +76,7 @@ class Cohort:
 
     @property
     def table(self) -> PendingBlockTable:
-        table: PendingBlockTable = self.engine.connector.attach.table
+        table: PendingBlockTable = self.engine.connector.layer.table
         return table
 
     def id(self, name: str) -> str | None:
@@ -92,6 +92,10 @@ class Cohort:
         return self.finished[name] > 0 or any(
             r.request_id == request_id for r in self.engine.scheduler.running
         )
+
+    def waiting_for_the_store(self, name: str) -> bool:
+        """vLLM waits for its KV: its own load, or the load that it follows."""
+        return str(self.request(name).status.name) == "WAITING_FOR_REMOTE_KVS"
 
     def blocks(self, name: str) -> set[int]:
         """The GPU blocks it holds."""

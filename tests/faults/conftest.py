@@ -12,35 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from connector_patch.config import OnDeadline
-from singleflight.embedded import spawned, tail
+from singleflight.core.broken import BrokenKeys
+from singleflight.stack.embedded import spawned, tail
 from tests.faults.checksums import Guard, guard
-from tests.faults.cohort import Cohort
-from tests.support import Clock, blocks, quiescent, salts, store_prefixes
+from tests.support import blocks, store_prefixes
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.embedded import Stack
-
-
-@pytest.fixture
-def salt() -> int:
-    return next(salts)
-
-
-@pytest.fixture
-def engine(ours: Engine) -> Iterator[Engine]:
-    """The shared engine; cold before, quiescent after (tests.support.quiescent)."""
-    with quiescent(ours) as running:
-        yield running
-
-
-@pytest.fixture(params=["fail", "recompute"])
-def policy(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
-    """Both values of kv_load_failure_policy, which the scheduler keeps as one flag."""
-    before = engine.scheduler.recompute_kv_load_failures
-    engine.scheduler.recompute_kv_load_failures = request.param == "recompute"
-    yield request.param
-    engine.scheduler.recompute_kv_load_failures = before
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.embedded import Stack
 
 
 @pytest.fixture(scope="session")
@@ -69,22 +48,9 @@ def trunk(engine: Engine, salt: int) -> list[int]:
 
 
 @pytest.fixture
-def cohort(engine: Engine) -> Cohort:
-    """Requests on the shared engine, driven step by step."""
-    return Cohort(engine)
-
-
-@pytest.fixture
-def clock(engine: Engine) -> Clock:
-    """The adapter's clock, standing still until the test moves it."""
-    moved: Clock = engine.connector.attach._clock
-    return moved
-
-
-@pytest.fixture
 def configured(engine: Engine) -> Iterator[Callable[..., None]]:
     """Change `on_deadline` and fields of the policy on the shared engine, for one test."""
-    attach = engine.connector.attach
+    attach = engine.connector.layer
     policy, on_deadline = attach.table.policy, attach._on_deadline
 
     def configure(on_deadline: str | None = None, **fields: float) -> None:
@@ -95,6 +61,12 @@ def configured(engine: Engine) -> Iterator[Callable[..., None]]:
     yield configure
     attach.table.policy, attach._on_deadline = policy, on_deadline
     attach.table._slowest_s = 0.0  # what it may have learned from a clock that is no clock
+
+
+@pytest.fixture
+def forgetful(engine: Engine) -> None:
+    """Keys that could not be read are not remembered."""
+    engine.connector.layer.health.broken = BrokenKeys(0.0)
 
 
 @pytest.fixture

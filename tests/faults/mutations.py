@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
-CORE = ("tests/unit", "tests/model")
+CORE = ("tests/core",)
 
 
 class Mutation(NamedTuple):
@@ -33,7 +33,8 @@ class Mutation(NamedTuple):
     tests: tuple[str, ...]
 
 
-FLIGHT, TABLE, ATTACH = "singleflight/flight.py", "singleflight/table.py", "connector_patch/attach.py"
+FLIGHT, TABLE = "singleflight/core/flight.py", "singleflight/core/table.py"
+ATTACH, RULES = "connector_patch/attach.py", "connector_patch/rules.py"
 MUTATIONS = [
     Mutation(
         FLIGHT,
@@ -64,25 +65,39 @@ MUTATIONS = [
         CORE,
     ),
     Mutation(
-        ATTACH,
-        "                self._pending[request_id].failed = True",
+        RULES,
+        "                self._loads[request_id].failed = True",
         "                pass",
         "failures are not seen: a failed load lands",
         ("tests/faults/test_leader_fails.py",),
     ),
     Mutation(
-        ATTACH,
-        "                self._no_load.add(request_id)\n                effects",
-        "                effects",
+        RULES,
+        "            self._load_no_more(load.request)\n",
+        "",
         "a request whose load failed looks up and loads again",
         ("tests/faults/test_broken_keys.py",),
     ),
     Mutation(
         ATTACH,
-        "                self._manager.cache_blocks(leader.request, leader.loaded_tokens)",
-        "                pass",
+        "        self._manager.cache_blocks(load.request, load.blocks.stop * self._block_size)",
+        "        pass",
         "landed blocks are not published",
         ("tests/faults/test_cancellation.py",),
+    ),
+    Mutation(
+        ATTACH,
+        "        if self._stands_on_published(load):\n            return super()._land(load)",
+        "        return super()._land(load)",
+        "a child is published before its parent",
+        ("tests/faults/test_event_stream.py",),
+    ),
+    Mutation(
+        RULES,
+        "        load.blocks = load.blocks[:there]\n",
+        "",
+        "all of a load that failed in part lands",
+        ("tests/faults/test_partial_loads.py",),
     ),
     Mutation(
         ATTACH,
@@ -99,14 +114,14 @@ MUTATIONS = [
         ("tests/faults/test_cancellation.py",),
     ),
     Mutation(
-        ATTACH,
-        "        self._carry_out(self.table.expire(self._clock()))",
-        "        pass",
+        RULES,
+        "        return self._carry_out(self.table.expire(as_of))",
+        "        return set()",
         "no deadline ever passes",
         ("tests/faults/test_deadlines.py",),
     ),
     Mutation(
-        ATTACH,
+        RULES,
         "stop = min(len(request.block_hashes), (request.num_tokens - 1) // self._block_size)",
         "stop = len(request.block_hashes)",
         "a prompt of whole blocks adopts all of them, its last token is not computed",
@@ -114,8 +129,8 @@ MUTATIONS = [
     ),
     Mutation(
         ATTACH,
-        "            pending.fell_back = True\n        self._carry_out(self.table.reset())",
-        "            pass\n        self._carry_out(self.table.reset())",
+        "            pending.starts_again = True\n        super().reset()",
+        "            pass\n        super().reset()",
         "a leader goes on with what it loaded before a reset",
         ("tests/faults/test_reset.py",),
     ),

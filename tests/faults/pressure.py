@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
+    from connector_patch.lab.engine import Engine
 
 EMPTY_STEPS = 200
 """Steps in a row in which nothing is computed and no load is in the air: a deadlock."""
@@ -55,7 +55,7 @@ def to_the_end(engine: Engine) -> dict[str, list[int]]:
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
         idle = progress(engine) == before and not loading(engine)
         empty = empty + 1 if idle else 0
-        assert empty < EMPTY_STEPS, f"deadlock: {engine.connector.attach.table!r}"
+        assert empty < EMPTY_STEPS, f"deadlock: {engine.connector.layer.table!r}"
     return tokens
 
 
@@ -65,7 +65,7 @@ def progress(engine: Engine) -> tuple[int, ...]:
 
 
 def loading(engine: Engine) -> bool:
-    return any(p.loading for p in engine.connector.attach._pending.values())
+    return bool(engine.connector.layer._loads)
 
 
 def request_named(engine: Engine, name: str) -> Any:

@@ -7,14 +7,16 @@ concerns the Gets that `when(keys)` picks, the next `times` of them. Gets that n
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from connector_patch.lab import memory
+
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
+    from connector_patch.lab.engine import Engine
 
 HANG_S = 120.0
 """A Get that is to hang for ever gives up after this, so that a broken test ends."""
@@ -83,7 +85,7 @@ def scribble(code: int = -704) -> Fault:
 def _overwrite(addresses: list[list[int]], sizes: list[list[int]]) -> None:
     for parts, lengths in zip(addresses, sizes, strict=True):
         for address, size in zip(parts, lengths, strict=True):
-            ctypes.memset(address, RUBBISH, size)
+            memory.fill(address, RUBBISH, size)
 
 
 def fail_keys(*indices: int, code: int = -704, times: int = 1) -> Fault:
@@ -94,6 +96,19 @@ def fail_keys(*indices: int, code: int = -704, times: int = 1) -> Fault:
         return [code if not indices or i in indices else answer for i, answer in enumerate(answers)]
 
     return Fault(act, times)
+
+
+def unreadable(*hashes: bytes, code: int = -704) -> Fault:
+    """The keys of these blocks are listed in the store, and no Get ever brings them."""
+    endings = tuple(block_hash.hex() for block_hash in hashes)
+
+    def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        answers = get()
+        bad = [i for i, key in enumerate(keys) if key.endswith(endings)]
+        _overwrite([addresses[i] for i in bad], [sizes[i] for i in bad])
+        return [code if i in bad else answer for i, answer in enumerate(answers)]
+
+    return Fault(act, sys.maxsize, lambda keys: any(key.endswith(endings) for key in keys))
 
 
 def raise_(error: BaseException, times: int = 1) -> Fault:
@@ -111,7 +126,7 @@ def short_read(index: int = 0, times: int = 1) -> Fault:
     def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
         answers = get()
         for address, size in zip(addresses[index], sizes[index], strict=True):
-            ctypes.memset(address + size // 2, 0x7B, size - size // 2)
+            memory.fill(address + size // 2, 0x7B, size - size // 2)
         answers[index] //= 2
         return answers
 

@@ -4,7 +4,11 @@
 if a token was wrong, a block was lost or a request was stuck. Prompts are walks over a few hundred prefixes
 with partial overlap; the pool is far too small for them; Gets fail, raise, bring half, or hang and come
 back late; requests are aborted at any moment; followers' deadlines are short enough to pass; the prefix
-cache and the store are reset now and then; vLLM's failure policy changes half-way."""
+cache and the store are reset now and then; vLLM's failure policy changes half-way.
+
+`--scheduling priority` gives each request one of four priorities, `async` is asynchronous scheduling (patched
+on, since CPU turns it off), `chunked` a token budget of 96. With tensor parallelism Gets cannot be scripted
+from here; `python -m tests.simulation` has two and three ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from singleflight.arms import arm
-from singleflight.embedded import Stack
+from singleflight.stack.arms import arm
+from singleflight.stack.embedded import Stack
+from tests.faults import force_async
 from tests.faults.checksums import Guard, WrongBlock, guard
 from tests.faults.scripted_store import Fault, Get, fail_keys, hang, raise_, scripted, short_read
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
+    from connector_patch.lab.engine import Engine
 
 BLOCK = 32
 POOL = 320
@@ -42,13 +47,22 @@ ABORTED = 0.08
 FAILING, HANGING, SLOW = 0.08, 0.04, 0.3
 """Shares of all Gets."""
 STUCK_S = 60.0
-POLICY = {"deadline_base_s": 0.4, "deadline_per_block_s": 0.002}
+SCHEDULING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "priority": {"scheduling_policy": "priority"},
+    "async": {},
+    "chunked": {"max_num_batched_tokens": 96, "max_num_seqs": 64, "enable_chunked_prefill": True},
+}
+PRIORITIES = 4
+POLICY = {"deadline_base_s": 0.4, "deadline_per_token_s": 0.0001}
 
 
 @dataclass
 class Totals:
     requests: int
     seed: int
+    mode: str = "attach"
+    scheduling: str = "plain"
     finished: int = 0
     aborted: int = 0
     errors: int = 0
@@ -186,7 +200,8 @@ class Soak:
             doomed = self.rng.random() < ABORTED
             name = f"r{self.arrived}"
             self.live[name] = Live(prompt, tokens, now, now + self.rng.expovariate(4) if doomed else None)
-            self.engine.add(name, self.prompts[prompt], tokens)
+            priority = self.rng.randrange(PRIORITIES) if self.totals.scheduling == "priority" else 0
+            self.engine.add(name, self.prompts[prompt], tokens, priority)
             self.arrived += 1
 
     def abort_some(self) -> None:
@@ -246,7 +261,7 @@ class Soak:
 
 def left_over(engine: Engine, baseline: int) -> int:
     """Blocks and records that should have gone with their requests."""
-    layer = engine.connector.attach
+    layer = engine.connector.layer
     records = [v for part in (layer, layer.table) for v in vars(part).values() if isinstance(v, dict | set)]
     return abs(baseline - engine.free_blocks()) + sum(map(len, records))
 
@@ -261,7 +276,7 @@ def count_preemptions(engine: Engine, totals: Totals) -> None:
     engine.scheduler._preempt_request = preempt
 
 
-def soak(totals: Totals, console: Console, mode: str) -> None:
+def soak(totals: Totals, console: Console) -> None:
     prompts = make_prompts(random.Random(totals.seed))
     with Stack() as stack:
         os.environ.update(
@@ -278,15 +293,18 @@ def soak(totals: Totals, console: Console, mode: str) -> None:
             tokens = plain.ask("burst", prompts=names, max_tokens=MAX_TOKENS)["tokens"]
         expected = [tokens[str(i)] for i in range(len(prompts))]
 
-        from connector_patch.engine import Engine
+        from connector_patch.lab.engine import Engine
         from connector_patch.plugin import NAME
 
+        if totals.scheduling == "async":
+            force_async.pytest_configure()
         engine = Engine(
             str(stack.model),
             NAME,
-            {"singleflight": {"mode": mode, **POLICY}},
+            {"singleflight": {"mode": totals.mode, **POLICY}},
             num_gpu_blocks_override=POOL,
             kv_transfer={"kv_connector_module_path": "connector_patch.connector"},
+            **SCHEDULING[totals.scheduling],
         )
         # The store knows every prompt; from here on the pool can hold a tenth of them.
         engine.fill(names.values())
@@ -309,7 +327,7 @@ def soak(totals: Totals, console: Console, mode: str) -> None:
                 except (RuntimeError, TimeoutError):
                     totals.leaked += 1
         totals.seconds = round(time.monotonic() - started, 1)
-        stats = engine.connector.attach.table.stats
+        stats = engine.connector.layer.table.stats
         totals.fallbacks = {reason.value: n for reason, n in stats.fell_back.items() if n}
         totals.flights, totals.attached = stats.flights, stats.attached
         totals.faults = dict(faults.met)
@@ -325,9 +343,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mode", choices=("attach", "park"), default="attach")
+    parser.add_argument("--scheduling", choices=SCHEDULING, default="plain")
     given = parser.parse_args()
-    totals = Totals(given.requests, given.seed)
-    soak(totals, Console(stderr=True), given.mode)
+    totals = Totals(given.requests, given.seed, given.mode, given.scheduling)
+    soak(totals, Console(stderr=True))
     print(json.dumps(asdict(totals)))
     return int(totals.bad)
 

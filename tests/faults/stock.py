@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from connector_patch.engine import STOCK, Engine
+from connector_patch.lab.engine import STOCK, Engine
 from tests.faults.cohort import tailed
-from tests.faults.scripted_store import at_once, fail_keys, hang, scripted
+from tests.faults.computed import computed, hashes
+from tests.faults.scripted_store import at_once, fail_keys, hang, scripted, unreadable
 from tests.support import STUCK_S, blocks, store_prefixes, until_scheduled
 
 LIVELOCK_STEPS = 100
@@ -38,6 +39,23 @@ def livelock(engine: Engine) -> dict[str, Any]:
         engine.settle()
     engine.scheduler.recompute_kv_load_failures = False
     return {"gets": engine.recorder.take().gets, "finished": finished}
+
+
+def bad_key(engine: Engine) -> dict[str, dict[str, int]]:
+    """One key of four cannot be read, policy "recompute": tokens that each request computes, by the place of
+    the key. Not the first key: see `livelock`."""
+    found = {}
+    engine.scheduler.recompute_kv_load_failures = True
+    for place in (1, 2, 3):
+        trunk = blocks(1, 2, 3, 4, salt=SALT + 2 + place)
+        store_prefixes(engine, trunk)
+        bad = unreadable(hashes(engine, trunk)[place])
+        with scripted(engine, bad), computed(engine) as counts:
+            engine.burst(tailed(trunk, "r0", "r1", "r2"))
+        found[str(place)] = dict(counts)
+        engine.cold()
+    engine.scheduler.recompute_kv_load_failures = False
+    return found
 
 
 def hung_get(engine: Engine) -> dict[str, Any]:
@@ -70,7 +88,8 @@ def hung_prefixes(salt: int) -> tuple[list[int], list[int]]:
 def main() -> None:
     model, out = sys.argv[1:]
     engine = Engine(model, STOCK)
-    Path(out).write_text(json.dumps({"livelock": livelock(engine), "hung get": hung_get(engine)}))
+    answers = {"livelock": livelock(engine), "hung get": hung_get(engine), "bad key": bad_key(engine)}
+    Path(out).write_text(json.dumps(answers))
     engine.close()
 
 

@@ -18,6 +18,8 @@ SCENARIOS = [
     "tests/faults/test_leader_fails.py",
     "tests/faults/test_reset.py",
     "tests/faults/test_other_configurations.py",
+    "tests/faults/test_isolation.py",
+    "tests/faults/test_ends_of_loads.py",
 ]
 
 
@@ -28,7 +30,12 @@ def test_the_scenarios_hold_with_asynchronous_scheduling_patched_on() -> None:
     same tests, token by token.
 
     Left out is a reset that preempts running requests and then raises: patched this way, the next step ends
-    in a TypeError in vLLM's model runner, with the stock connector just as with ours."""
+    in a TypeError in vLLM's model runner, with the stock connector just as with ours. So is a load that is
+    over before its submission returns: its test says that nothing is left after one step, and here the
+    worker is heard a step later.
+
+    What operators and other features of vLLM do is in `tests/simulation/test_situations.py`, with this
+    scheduler too."""
     run = subprocess.run(
         [
             sys.executable,
@@ -41,7 +48,7 @@ def test_the_scenarios_hold_with_asynchronous_scheduling_patched_on() -> None:
             "--timeout",
             "100",
             "-k",
-            "not preempted",
+            "not preempted and not before_its_submission",
             *SCENARIOS,
         ],
         cwd=HERE.parents[1],
@@ -54,4 +61,4 @@ def test_the_scenarios_hold_with_asynchronous_scheduling_patched_on() -> None:
     assert "forced: AsyncScheduler" in run.stdout
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None
-    assert int(passed[1]) > 40
+    assert int(passed[1]) > 70

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from singleflight.core.broken import BrokenKeys
 from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import fail_keys, scripted
 from tests.faults.stock import LIVELOCK_STEPS
+from tests.support import Clock, blocks, store_prefixes
 
 if TYPE_CHECKING:
-    from singleflight.arms import Arm
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -67,12 +69,56 @@ def test_requests_one_after_the_other_pay_for_a_broken_key_no_more_than_with_sto
     cohort: Cohort, reference: Arm, trunk: list[int], policy: str
 ) -> None:
     """sglang#31315, hazard E5: every request repeated lookup, Get and time-out. Under "recompute" the first
-    one computes the prefix, which is then a local hit: one Get for five requests. Under "fail" each meets
-    vLLM's policy, as with stock, by one Get and no more: there is no memory of keys across requests."""
+    one computes the prefix, which is then a local hit. Under "fail" the first meets vLLM's policy, and the
+    next knows that the block is broken and computes it; with stock each would end so, by its own Get.
+    One Get for five requests."""
     names = [f"r{i}" for i in range(5)]
     with scripted(cohort.engine, fail_keys(0, times=sys.maxsize)):
         for name, prompt in tailed(trunk, *names).items():
             cohort.add(**{name: prompt})
             cohort.finish(name)
-    assert cohort.engine.recorder.take().gets == (1 if policy == "recompute" else 5)
-    cohort.expect_equal(reference, *([] if policy == "recompute" else names))
+    assert cohort.engine.recorder.take().gets == 1
+    cohort.expect_equal(reference, *([] if policy == "recompute" else names[:1]))
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+def test_a_key_that_cannot_be_read_costs_one_get_for_as_long_as_it_is_remembered(
+    cohort: Cohort, clock: Clock, reference: Arm, salt: int, policy: str, remembered: bool
+) -> None:
+    """sglang#31315, hazard E5: the store lists the key and cannot read it, and the local cache has lost the
+    block each time. Five requests, one after the other, cost one Get; without a memory of broken keys they
+    cost five, as with stock. When the time is over, one more."""
+    if not remembered:
+        cohort.engine.connector.layer.health.broken = BrokenKeys(0.0)
+    one = blocks(1, salt=salt)
+    store_prefixes(cohort.engine, one)
+    failed = []
+    with scripted(cohort.engine, fail_keys(0, times=sys.maxsize)):
+        for i, name in enumerate(f"r{i}" for i in range(6)):
+            if i == 5:
+                assert cohort.engine.recorder.take().gets == (1 if remembered else 5)
+                clock.advance(30.0)
+            cohort.add(**{name: [*one, 7 + i]})
+            cohort.finish(name)
+            cohort.engine.cold()
+            if policy == "fail" and (not remembered or i in (0, 5)):
+                failed.append(name)
+    assert cohort.engine.recorder.take().gets == 1
+    assert cohort.engine.connector.layer.table.stats.blocks_broken > 0
+    cohort.expect_equal(reference, *failed)
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_of_a_prefix_with_a_broken_block_only_what_is_before_it_is_loaded(
+    cohort: Cohort, clock: Clock, reference: Arm, trunk: list[int], bad: int
+) -> None:
+    """Eight requests for four blocks, of which one is known to be broken: one Get of those before it, shared,
+    and the rest is computed."""
+    layer, names = cohort.engine.connector.layer, [f"r{i}" for i in range(8)]
+    cohort.add(**tailed(trunk, *names))
+    broken = cohort.request("r0").block_hashes[bad]
+    layer.health.unreadable(broken, clock())
+    cohort.finish()
+    counts = cohort.engine.recorder.take()
+    assert (counts.gets, counts.keys) == ((1, bad) if bad else (0, 0))
+    cohort.expect_equal(reference)

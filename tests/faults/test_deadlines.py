@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from singleflight.flight import State
-from singleflight.stats import Reason
+from singleflight.core.flight import State
+from singleflight.core.stats import Reason
 from tests.faults.cohort import Cohort, tailed
-from tests.faults.scripted_store import HANG_S, Fault, fail_keys, hang, scribble, scripted, silent_after
+from tests.faults.scripted_store import (
+    HANG_S,
+    Fault,
+    fail_keys,
+    hang,
+    raise_,
+    scribble,
+    scripted,
+    silent_after,
+)
 from tests.support import BLOCK, Clock, blocks, store_prefixes
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -63,9 +72,9 @@ def test_each_follower_of_a_hung_load_falls_back_at_its_own_deadline_exactly_onc
         cohort.arrive(second=prompts["second"])
         cohort.step()
         asked: list[str] = []
-        stock = cohort.engine.connector.attach.match
+        stock = cohort.engine.connector.layer.match
         monkeypatch.setattr(
-            cohort.engine.connector.attach,
+            cohort.engine.connector.layer,
             "match",
             lambda request, local: asked.append(request.request_id) or stock(request, local),
         )
@@ -309,7 +318,9 @@ def test_the_end_of_an_overdue_flight_does_not_touch_the_one_that_replaced_it(
     second is in the air. If it failed, the next newcomer joins the second, in the second's blocks; if it
     landed, the next newcomer has a local hit. Two Gets, no third."""
     prompts = tailed(trunk, "leader", "follower", "anew", "joins")
-    gets = [hang(then=None if first == "lands" else fail_keys()), hang()]
+    # An exception says nothing about a key: a block that is known to be broken is not waited for at all.
+    failing = raise_(RuntimeError("test: the wire is cut"))
+    gets = [hang(then=None if first == "lands" else failing), hang()]
     with scripted(cohort.engine, *gets):
         cohort.arrive(leader=prompts["leader"], follower=prompts["follower"])
         one = cohort.flight("leader")
@@ -344,7 +355,8 @@ def test_a_hand_over_does_not_start_the_deadline_again(
     for everybody: the second flight is young, and a newcomer may still join it."""
     prompts = tailed(trunk, "leader", "again", "impatient", "newcomer")
     newcomer = prompts.pop("newcomer")
-    gets = [hang(then=fail_keys()), hang()]
+    # An exception says nothing about a key: a newcomer would not wait for a block that is known to be broken.
+    gets = [hang(then=raise_(RuntimeError("test: the wire is cut"))), hang()]
     with scripted(cohort.engine, *gets):
         cohort.arrive(**prompts)
         clock.advance(6)
@@ -464,4 +476,26 @@ def test_deadlines_learn_from_loads_that_took_long(
         assert cohort.fell_back() == {Reason.DEADLINE: 1}
         slow[1].release.set()
         cohort.finish()
+    cohort.expect_equal(reference)
+
+
+def test_a_pause_that_outlasts_the_deadline_lets_nobody_go(
+    cohort: Cohort, clock: Clock, reference: Arm, trunk: list[int]
+) -> None:
+    """A weight update pauses the engine (`pause_generation`, mode "keep") for longer than any deadline, and
+    the load lands meanwhile. In the first step after it the worker reports that, and it counts: one Get, and
+    no burst of fallen-back requests on the dashboard."""
+    prompts = tailed(trunk, "leader", "a", "b", "c")
+    get = hang()
+    with scripted(cohort.engine, get):
+        cohort.arrive(leader=prompts.pop("leader"))
+        cohort.arrive(**prompts)
+        cohort.engine.core.pause_scheduler(mode="keep", clear_cache=False)
+        get.release.set()
+        cohort.engine.worker_connector.connector_worker.recv_request_queue.join()
+        clock.advance(1000)
+        cohort.engine.core.resume_scheduler()
+        cohort.finish()
+    assert cohort.fell_back() == {}
+    assert cohort.engine.recorder.take().gets == 1
     cohort.expect_equal(reference)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from singleflight.stats import Reason
+from connector_patch.lab import memory
+from singleflight.core.stats import Reason
 from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import (
     RUBBISH,
@@ -24,7 +24,7 @@ from tests.faults.scripted_store import (
 )
 
 if TYPE_CHECKING:
-    from singleflight.arms import Arm
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -90,16 +90,16 @@ def test_of_a_load_that_failed_in_part_nothing_but_right_bytes_is_ever_visible(
         answers = get()
         lengths.extend(sizes[0])
         places.extend(addresses)
-        right.extend(b"".join(map(ctypes.string_at, a, s)) for a, s in zip(addresses, sizes, strict=True))
+        right.extend(b"".join(map(memory.read, a, s)) for a, s in zip(addresses, sizes, strict=True))
         for address, size in zip(addresses[2], sizes[2], strict=True):
-            ctypes.memset(address, RUBBISH, size)
+            memory.fill(address, RUBBISH, size)
         answers[2] = -704
         return answers
 
     def read(block_id: int) -> bytes:
         """A GPU block's bytes: each part of it lies a whole number of blocks away from the loaded one's."""
         away = block_id - destination[0]
-        return b"".join(ctypes.string_at(a + away * s, s) for a, s in zip(places[0], lengths, strict=True))
+        return b"".join(memory.read(a + away * s, s) for a, s in zip(places[0], lengths, strict=True))
 
     seen = 0
     get = hang(then=Fault(act))
@@ -186,17 +186,17 @@ def test_whoever_looks_at_the_table_while_falling_back_does_not_meet_the_failed_
     """caffeine#372, hazard H8: a caller that retried from its failure callback was given the same failed
     future. At the very moment when a follower is told that its leader has failed, it looks its blocks up:
     none is pending, none is a prefix-cache hit."""
-    attach = cohort.engine.connector.attach
+    attach = cohort.engine.connector.layer
     stock: Callable[..., str] = attach._let_go
     looked: list[int] = []
 
     def let_go(effect: Any) -> str:
         request = attach._pending[effect.request].request
-        blocks_, segments = attach._adoptable(request, 0, 4, attach._clock())
+        run = attach._pending_run(request, 0, 4)
         hit = cohort.engine.scheduler.kv_cache_manager.block_pool.get_cached_block(
             request.block_hashes[0], [0]
         )
-        looked.append(len(blocks_) + len(segments) + bool(hit))
+        looked.append(len(run) + len(run.segments) + bool(hit))
         return stock(effect)
 
     cohort.engine.gate.open.clear()

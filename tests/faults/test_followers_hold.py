@@ -12,8 +12,8 @@ from tests.faults.pressure import free, pool_of, request_named, run, to_the_end
 from tests.support import BLOCK, STUCK_S, blocks, expect_equal, finish, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("guarded")]
 
@@ -46,7 +46,7 @@ def test_a_local_hit_that_is_evicted_while_the_request_waits_for_room(
     engine.add("compute", [*trunk[: 2 * BLOCK], 11], prompt_logprobs=1)
     while "compute" not in burst.tokens:
         next(steps)
-    pool, stats = engine.scheduler.kv_cache_manager.block_pool, engine.connector.attach.table.stats
+    pool, stats = engine.scheduler.kv_cache_manager.block_pool, engine.connector.layer.table.stats
     cached = [pool.get_cached_block(h, [0]) for h in request_named(engine, "leader").block_hashes[:2]]
     assert all(cached)
     with pool_of(engine, 2) as squeeze:
@@ -104,10 +104,10 @@ def test_followers_are_parked_and_released_together(engine: Engine, reference: A
     burst_tokens = to_the_end(engine)
     expect_equal(reference, prompts, burst_tokens)
     assert engine.recorder.take().gets == 1
-    flights = engine.connector.attach.table.stats.flights
+    flights = engine.connector.layer.table.stats.flights
     warm = run(engine, {f"again-{name}": prompt for name, prompt in prompts.items()})
     assert warm == {f"again-{name}": answer for name, answer in burst_tokens.items()}
-    assert engine.connector.attach.table.stats.flights == flights
+    assert engine.connector.layer.table.stats.flights == flights
     assert engine.recorder.take().gets == 0
 
 
@@ -117,7 +117,7 @@ def test_requests_that_plan_and_never_load_leave_nothing(engine: Engine, salt: i
     flight that is in the air and no member, at every step."""
     trunk = blocks(*range(1, 5), salt=salt)
     store_prefixes(engine, trunk)
-    attach = engine.connector.attach
+    attach = engine.connector.layer
     engine.gate.open.clear()
     burst, steps = until_scheduled(engine, {"leader": [*trunk, 7]})
     with pool_of(engine, 0):
@@ -139,7 +139,7 @@ def test_each_abort_drops_only_its_own_reference(engine: Engine, salt: int) -> N
     which stays until the load ends."""
     trunk = blocks(*range(1, 5), salt=salt)
     store_prefixes(engine, trunk)
-    attach, pool = engine.connector.attach, engine.scheduler.kv_cache_manager.block_pool
+    attach, pool = engine.connector.layer, engine.scheduler.kv_cache_manager.block_pool
     orders = sorted(set(permutations("aabbcc")))
     assert len(orders) == 90
     for number, order in enumerate(orders):

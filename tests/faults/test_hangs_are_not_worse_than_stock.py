@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from singleflight.flight import State
-from singleflight.stats import Reason
+from singleflight.core.flight import State
+from singleflight.core.stats import Reason
 from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import HANG_S, hang, scripted
 from tests.faults.stock import hung_prefixes
-from tests.support import Clock, blocks, store_prefixes
+from tests.support import BLOCK, Clock, blocks, store_prefixes
 
 if TYPE_CHECKING:
-    from singleflight.arms import Arm
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
-BUDGET_S = 10.0 + 4 * 0.05
+BUDGET_S = 10.0 + 4 * BLOCK * 0.003125
 
 
 @pytest.mark.parametrize("aborted", [False, True], ids=["", "leader aborted"])

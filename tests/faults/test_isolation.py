@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from singleflight.table import PendingBlockTable
+from singleflight.core.table import PendingBlockTable
 from tests.support import BLOCK, blocks, expect_equal, finish, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 MakeRequest = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def make(engine: Engine) -> MakeRequest:
 @pytest.fixture
 def flight(engine: Engine) -> Iterator[Callable[[Any], None]]:
     """Put a flight into the table that loads all of a request's full blocks."""
-    attach, pool = engine.connector.attach, engine.scheduler.kv_cache_manager.block_pool
+    attach, pool = engine.connector.layer, engine.scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(4)
     flights = []
 
@@ -95,7 +95,7 @@ def test_the_same_tokens_of_another_tenant_adapter_or_image_are_not_pending(
     like it adopts all of its blocks; the one that differs in one thing adopts none and finds nothing in the
     store: its wait is that of a cold load."""
     prompt = [*blocks(*range(1, 5), salt=salt), 7]
-    attach = engine.connector.attach
+    attach = engine.connector.layer
     flight(make("leader", prompt, **arguments(one)))
     assert attach.match(make("same", prompt, **arguments(one)), 0) == (4 * BLOCK, True)
     assert attach.match(make("other", prompt, **arguments(other)), 0)[0] == 0
@@ -112,7 +112,7 @@ def test_who_must_not_read_the_prefix_cache_does_not_attach(
     flight(make("leader", prompt))
     request = make("skips", prompt, sampling=sampling)
     assert request.skip_reading_prefix_cache
-    assert engine.connector.attach.match(request, 0) == (0, False)
+    assert engine.connector.layer.match(request, 0) == (0, False)
     assert engine.recorder.take().lookups == 0
 
 
@@ -152,7 +152,7 @@ def test_tenants_share_within_a_salt_and_never_across(engine: Engine, reference:
     ask(["x-fill", "y-fill"], 5)
     engine.cold()
     engine.recorder.take()
-    stats = engine.connector.attach.table.stats
+    stats = engine.connector.layer.table.stats
     attached = stats.attached
     ask(["x0", "y0", "x1", "x2", "y1"], 7)
     engine.gate.open.clear()
@@ -187,7 +187,7 @@ def test_a_block_that_is_not_full_is_nobodys_but_its_own(engine: Engine, referen
     prompts = {f"r{i}": [*trunk, *half, 7 + i] for i in range(3)}
     engine.gate.open.clear()
     burst, steps = until_scheduled(engine, prompts)
-    assert engine.connector.attach.table.stats.blocks_adopted
+    assert engine.connector.layer.table.stats.blocks_adopted
     engine.gate.open.set()
     manager = engine.scheduler.kv_cache_manager
     while len(engine.scheduler.running) < 3:
@@ -222,7 +222,7 @@ def test_the_table_is_keyed_by_the_whole_digest(
     """Hazard I3; vllm#12621. Its keys are the very hashes that vLLM's own prefix cache uses, all 32 bytes."""
     request = make("leader", [*blocks(*range(1, 5), salt=salt), 7])
     flight(request)
-    assert set(engine.connector.attach.table._pending) == set(request.block_hashes)
+    assert set(engine.connector.layer.table._pending) == set(request.block_hashes)
     assert {len(block_hash) for block_hash in request.block_hashes} == {32}
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from singleflight.stats import Reason
+from singleflight.core.stats import Reason
 from tests.faults.pressure import free, pool_of, run, to_the_end
-from tests.faults.scripted_store import fail_keys, hang, scripted
+from tests.faults.scripted_store import Fault, fail_keys, hang, scripted
 from tests.support import blocks, expect_equal, finish, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
     from tests.faults.cohort import Cohort
     from tests.support import Clock
 
@@ -93,7 +95,7 @@ def test_many_requests_few_prefixes_and_a_pool_for_three(engine: Engine, referen
     trunks = [blocks(*range(10 * i, 10 * i + 6), salt=salt) for i in range(10)]
     store_prefixes(engine, *trunks)
     prompts = {f"r{i}": [*trunks[i % 10], *(7 + i for _ in range(4))] for i in range(100)}
-    attach = engine.connector.attach
+    attach = engine.connector.layer
     with pool_of(engine, 21):
         for request_id, prompt in prompts.items():
             engine.add(request_id, prompt)
@@ -149,11 +151,11 @@ def test_a_preempted_cohort_plans_anew(engine: Engine, reference: Arm, salt: int
     engine.worker_connector.connector_worker.kv_send_thread.request_queue.join()
     engine.step()
     assert len(engine.scheduler.running) == 4
-    attached = engine.connector.attach.table.stats.attached
+    attached = engine.connector.layer.table.stats.attached
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     tokens = to_the_end(engine)
     assert engine.recorder.take().gets == 2
-    assert engine.connector.attach.table.stats.attached - attached == 3
+    assert engine.connector.layer.table.stats.attached - attached == 3
     assert tokens == reference.ask("burst", prompts=prompts, max_tokens=40)["tokens"]
 
 
@@ -167,7 +169,7 @@ def test_a_follower_passes_a_load_that_stands_in_line(
     trunk = blocks(*range(51, 55), salt=salt)
     store_prefixes(engine, *others, trunk)
     now = [0.0]
-    monkeypatch.setattr(engine.connector.attach, "_clock", lambda: now[0])
+    monkeypatch.setattr(engine.connector.layer, "_clock", lambda: now[0])
     hanging = hang(times=4)
     with scripted(engine, hanging):
         ahead = {f"ahead{i}": [*other, 7] for i, other in enumerate(others)}
@@ -201,6 +203,79 @@ def test_who_fell_back_and_finds_no_room_does_not_hold_up_who_has_loaded(
         late.release.set()
         cohort.finish("b", "r")
         assert not cohort.finished["a"]
+        hung.release.set()
+        cohort.finish()
+    cohort.expect_equal(reference)
+
+
+@pytest.fixture
+def recomputing(engine: Engine) -> Iterator[None]:
+    """kv_load_failure_policy: recompute."""
+    before = engine.scheduler.recompute_kv_load_failures
+    engine.scheduler.recompute_kv_load_failures = True
+    yield
+    engine.scheduler.recompute_kv_load_failures = before
+
+
+def failing(fault: Fault) -> Fault:
+    """A Get that is held until its `release`, and then fails."""
+    return hang(when=fault.when, then=fault)
+
+
+@pytest.mark.usefixtures("recomputing")
+@pytest.mark.parametrize("pool", [14, 18, 19, 20, 21, 24, 25, 26])
+def test_a_follower_whose_own_load_has_failed_does_not_hold_up_who_has_loaded(
+    cohort: Cohort, clock: Clock, reference: Arm, salt: int, pool: int
+) -> None:
+    """Found in review: A's Get hangs and holds eight blocks. R adopts them, and its own load of four fails. R
+    goes on waiting for A; where B has found room beside it (from 19 on), B ends. At its deadline R
+    starts again and needs 13 blocks. vLLM has kept its place before others, and still B ends in every pool
+    while A hangs; where R fits beside A (from 21 on), R ends too."""
+    shared, own = blocks(*range(1, 9), salt=salt), blocks(*range(41, 45), salt=salt)
+    other = blocks(*range(21, 26), salt=salt)
+    store_prefixes(cohort.engine, [*shared, *own], other)
+    hung = hang(when=lambda keys: len(keys) == 8)
+    broken = failing(replace(fail_keys(), when=lambda keys: len(keys) == 4))
+    late = hang(when=lambda keys: len(keys) == 5)
+    with pool_of(cohort.engine, pool), scripted(cohort.engine, hung, broken, late):
+        cohort.arrive(a=[*shared, 7], r=[*shared, *own, 8])
+        cohort.add(b=[*other, 9])
+        cohort.step(3)
+        broken.release.set()
+        cohort.until(lambda: cohort.id("r") not in cohort.engine.connector.layer._loads)
+        late.release.set()
+        if pool >= 19:
+            cohort.finish("b")
+        clock.advance(1000)
+        cohort.finish("b", *(["r"] if pool >= 21 else []))
+        assert not cohort.finished["a"]
+        hung.release.set()
+        cohort.finish()
+    cohort.expect_equal(reference)
+
+
+@pytest.mark.usefixtures("recomputing")
+@pytest.mark.parametrize("pool", [18, 19, 20, 21, 24, 25, 26])
+def test_a_leader_whose_load_has_failed_does_not_hold_up_who_has_loaded(
+    cohort: Cohort, clock: Clock, reference: Arm, salt: int, pool: int
+) -> None:
+    """The same for a leader: L's load of eight fails while its follower F, whose own load of four hangs, goes
+    on holding all twelve blocks. In every pool with room for B beside F, B ends while F still hangs; where L
+    fits too (from 21 on), so does L."""
+    shared, own = blocks(*range(1, 9), salt=salt), blocks(*range(41, 45), salt=salt)
+    other = blocks(*range(21, 26), salt=salt)
+    store_prefixes(cohort.engine, [*shared, *own], other)
+    broken = failing(replace(fail_keys(), when=lambda keys: len(keys) == 8))
+    hung, late = hang(when=lambda keys: len(keys) == 4), hang(when=lambda keys: len(keys) == 5)
+    with pool_of(cohort.engine, pool), scripted(cohort.engine, hung, broken, late):
+        cohort.arrive(l=[*shared, 7], f=[*shared, *own, 8])
+        cohort.add(b=[*other, 9])
+        cohort.step(3)
+        broken.release.set()
+        cohort.until(lambda: not cohort.waiting_for_the_store("l"))
+        late.release.set()
+        cohort.finish("b", *(["l"] if pool >= 21 else []))
+        assert not cohort.finished["f"]
         hung.release.set()
         cohort.finish()
     cohort.expect_equal(reference)

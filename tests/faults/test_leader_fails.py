@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from singleflight.stats import Reason
+from singleflight.core.stats import Reason
 from tests.faults.scripted_store import Fault, answer_nothing, fail_keys, raise_, scripted, short_read
 from tests.support import blocks, expect_equal, finish, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def test_followers_finish_and_load_at_most_once_more(
     trunk = blocks(*range(1, 5), salt=salt)
     store_prefixes(engine, trunk)
     prompts = {f"r{i}": [*trunk, *(7 + i for _ in range(4))] for i in range(5)}
-    before = engine.connector.attach.table.stats.fell_back[Reason.LEADER_FAILED]
+    before = engine.connector.layer.table.stats.fell_back[Reason.LEADER_FAILED]
     engine.gate.open.clear()
     assert callable(fault)
     first: Fault = fault()
@@ -46,7 +46,7 @@ def test_followers_finish_and_load_at_most_once_more(
         burst, steps = until_scheduled(engine, prompts)
         tokens = finish(engine, burst, steps)
     assert engine.recorder.take().gets == (2 if policy == "fail" else 1)
-    assert engine.connector.attach.table.stats.fell_back[Reason.LEADER_FAILED] - before == 4
+    assert engine.connector.layer.table.stats.fell_back[Reason.LEADER_FAILED] - before == 4
     if policy == "fail":
         assert tokens.pop("r0") == [], "the leader meets vLLM's policy"
         prompts.pop("r0")

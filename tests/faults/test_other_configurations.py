@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from connector_patch.engine import Burst
+from connector_patch.lab.engine import Burst
 from tests.faults.scripted_store import HANG_S, Fault, Get, scripted
 from tests.support import blocks, expect_equal, finish, store_prefixes
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -128,3 +128,20 @@ def test_a_small_token_budget_and_few_sequences(
     counts = engine.recorder.take()
     assert (counts.gets, counts.keys, counts.gpu_blocks) == (1, 4, 4)
     expect_equal(reference, prompts, burst.tokens)
+
+
+def test_the_samples_of_one_prompt_share_its_load(engine: Engine, reference: Arm, salt: int) -> None:
+    """`n` 3: vLLM makes a request of each sample. At this temperature each says what greedy decoding does."""
+    from vllm import SamplingParams
+
+    prompt = [*blocks(*range(1, 5), salt=salt), 7]
+    store_prefixes(engine, prompt[:-1])
+    nearly_greedy = SamplingParams(n=3, temperature=1e-3, max_tokens=4, ignore_eos=True)
+    engine.llm.add_request("samples", {"prompt_token_ids": prompt}, nearly_greedy)
+    said: dict[str, list[int]] = {}
+    while engine.llm.has_unfinished_requests():
+        for output in engine.step():
+            said.update((str(sample.index), list(sample.token_ids)) for sample in output.outputs)
+    counts = engine.recorder.take()
+    assert (counts.gets, counts.keys, counts.gpu_blocks) == (1, 4, 4)
+    expect_equal(reference, dict.fromkeys(("0", "1", "2"), prompt), said)

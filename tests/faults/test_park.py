@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from connector_patch.config import Config
-from singleflight.stats import Reason
+from singleflight.core.stats import Reason
 from tests.faults.cohort import Cohort, tailed
 from tests.faults.scripted_store import fail_keys, hang, scripted
 from tests.support import Clock, blocks, expect_equal, finish, quiescent, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -27,15 +27,16 @@ TICK_S = 1 / 1024
 @pytest.fixture
 def engine(ours: Engine) -> Iterator[Engine]:
     """The shared engine with its connector's scheduler side in park mode, quiescent before and after."""
+    from connector_patch.mooncake import MooncakeStore
     from connector_patch.park import ParkScheduler
 
-    attach = ours.connector.attach
-    ours.connector.attach = ParkScheduler(ours.connector.connector_scheduler, Config())
+    attach = ours.connector.layer
+    ours.connector.layer = ParkScheduler(MooncakeStore(ours.connector.connector_scheduler), Config())
     try:
         with quiescent(ours) as running:
             yield running
     finally:
-        ours.connector.attach = attach
+        ours.connector.layer = attach
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +62,9 @@ def test_a_parked_request_holds_nothing_and_asks_the_store_nothing(
         park(cohort, **prompts)
         free = cohort.engine.free_blocks()
         asked: list[Any] = []
-        match = cohort.engine.connector.attach.match
+        match = cohort.engine.connector.layer.match
         monkeypatch.setattr(
-            cohort.engine.connector.attach, "match", lambda *args: asked.append(match(*args)) or asked[-1]
+            cohort.engine.connector.layer, "match", lambda *args: asked.append(match(*args)) or asked[-1]
         )
         cohort.step(20)
         assert asked == [(None, False)] * 60
@@ -264,9 +265,31 @@ def test_asynchronous_lookups(
     burst, steps = until_scheduled(engine, {"r0": prompts["r0"]})
     for name in list(prompts)[1:]:
         engine.add(name, prompts[name])
-    while len(engine.connector.attach.table._members) < 5:
+    while len(engine.connector.layer.table._members) < 5:
         next(steps)
     tokens = finish(engine, burst, steps)
     assert not engine.connector.connector_scheduler.client.futures
     assert engine.recorder.take().gets == 1
     expect_equal(reference, prompts, tokens)
+
+
+def test_a_pause_that_outlasts_the_deadline_lets_nobody_go(
+    cohort: Cohort, clock: Clock, reference: Arm, trunk: list[int]
+) -> None:
+    """A weight update pauses the engine (`pause_generation`, mode "keep") for longer than any deadline, and
+    the load lands meanwhile. In the first step after it the worker reports that, and it counts: one Get, and
+    no burst of fallen-back requests on the dashboard."""
+    prompts = tailed(trunk, "leader", "a", "b", "c")
+    get = hang()
+    with scripted(cohort.engine, get):
+        cohort.arrive(leader=prompts.pop("leader"))
+        park(cohort, **prompts)
+        cohort.engine.core.pause_scheduler(mode="keep", clear_cache=False)
+        get.release.set()
+        cohort.engine.worker_connector.connector_worker.recv_request_queue.join()
+        clock.advance(1000)
+        cohort.engine.core.resume_scheduler()
+        cohort.finish()
+    assert cohort.fell_back() == {}
+    assert cohort.engine.recorder.take().gets == 1
+    cohort.expect_equal(reference)

@@ -7,7 +7,6 @@ shrunk and printed."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import time
 from collections.abc import Callable
@@ -17,13 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from connector_patch.lab import memory
 from tests.faults.checksums import Guard, guard
 from tests.faults.scripted_store import Fault, Get, fail_keys, hang, raise_, scripted, short_read
 from tests.support import STUCK_S, blocks, quiescent, salts
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +43,7 @@ def rubbish() -> Fault:
     def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
         for parts, lengths in zip(addresses, sizes, strict=True):
             for address, size in zip(parts, lengths, strict=True):
-                ctypes.memset(address, 0x3C, size)
+                memory.fill(address, 0x3C, size)
         return [-704] * len(keys)
 
     return Fault(act)
@@ -137,7 +137,7 @@ class Run:
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=running)
         except RuntimeError:
             assert running
-        self.engine.connector.attach.reset()
+        self.engine.connector.layer.reset()
 
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -155,7 +155,7 @@ class Run:
         limit = time.monotonic() + STUCK_S  # not so many steps: on a busy machine a Get outlasts thousands
         while self.live:
             self.step(1)
-            assert time.monotonic() < limit, f"stuck: {self.live} {self.engine.connector.attach.table!r}"
+            assert time.monotonic() < limit, f"stuck: {self.live} {self.engine.connector.layer.table!r}"
 
 
 @settings(
@@ -173,7 +173,7 @@ def test_any_schedule_ends_with_the_right_tokens_and_nothing_left(
 ) -> None:
     """Hazards D1-D6, E1-E7, F1-F6, G2, G5, H2, H4 in any order: see the module."""
     prompts, expected = known
-    attach, scheduler = ours.connector.attach, ours.scheduler
+    attach, scheduler = ours.connector.layer, ours.scheduler
     clock, before = attach._clock, scheduler.recompute_kv_load_failures
     scheduler.recompute_kv_load_failures = recompute
     try:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from typing import TYPE_CHECKING
 
 import pytest
 
-from singleflight.stats import Reason
+from connector_patch.lab import memory
+from singleflight.core.stats import Reason
 from tests.faults.scripted_store import HANG_S, Fault, Get, scripted
 from tests.support import BLOCK, blocks, expect_equal, finish, store_prefixes, until_scheduled
 
 if TYPE_CHECKING:
-    from connector_patch.engine import Engine
-    from singleflight.arms import Arm
+    from connector_patch.lab.engine import Engine
+    from singleflight.stack.arms import Arm
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +27,7 @@ def old_bytes(times: int = 1) -> Fault:
     def act(get: Get, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
         for address, size in zip(addresses, sizes, strict=True):
             for part, length in zip(address, size, strict=True):
-                ctypes.memset(part, 0x3E, length)
+                memory.fill(part, 0x3E, length)
         fault.release.wait(HANG_S)
         return [sum(parts) for parts in sizes]
 
@@ -47,14 +47,14 @@ def test_a_load_that_ends_well_after_a_reset_is_served_to_nobody(
     other = blocks(40, 41, salt=salt)
     store_prefixes(engine, trunk, other)
     prompts = {"leader": [*trunk[: 4 * BLOCK], 7], "short": [*trunk[: 4 * BLOCK], 8], "long": [*trunk, 9]}
-    stats = engine.connector.attach.table.stats
+    stats = engine.connector.layer.table.stats
     fell_back, discarded, landed = stats.fell_back[Reason.RESET], stats.discarded, stats.landed
     gets = old_bytes(times=3)
     with scripted(engine, gets):
         burst, steps = until_scheduled(engine, {**prompts, "orphan": [*other, 7], "orphaned": [*other, 8]})
         engine.llm.abort_request(["orphan"])
         assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
-        assert not len(engine.connector.attach.table)
+        assert not len(engine.connector.layer.table)
         assert stats.discarded - discarded == 3
         assert stats.fell_back[Reason.RESET] - fell_back == 3
         while "orphaned" not in burst.tokens:
@@ -140,7 +140,7 @@ def test_blocks_computed_while_they_are_loaded_stay_the_ones_that_are_hit(
     take them away from it, and both copies are freed."""
     trunk = blocks(*range(1, 5), salt=salt)
     store_prefixes(engine, trunk)
-    stats = engine.connector.attach.table.stats
+    stats = engine.connector.layer.table.stats
     attached = stats.attached
     engine.gate.open.clear()
     burst, steps = until_scheduled(engine, {"leader": [*trunk, 7]})
@@ -214,7 +214,7 @@ def test_a_plan_that_no_block_was_free_for_is_dropped(engine: Engine, reference:
         taken = pool.get_new_blocks(pool.get_num_free_blocks())
         engine.add("planned", [*trunk, 8])
         next(steps)
-        attach = engine.connector.attach
+        attach = engine.connector.layer
         planned = list(attach._plans)
         engine.scheduler.reset_prefix_cache(reset_connector=True)
         left = list(attach._plans)

@@ -9,9 +9,25 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+from connector_patch.lab import platform
+from singleflight.stack.embedded import Stack
+
+from . import soak
+
+pytestmark = pytest.mark.engine
 
 
+@pytest.mark.parametrize("scheduling", soak.SCHEDULING)
+def test_vllm_accepts_each_way_of_scheduling(stack: Stack, scheduling: str) -> None:
+    """`chunked` once ended at its start: it allowed more requests than tokens in a step."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {**platform.engine_arguments(), "max_num_seqs": 128, **soak.SCHEDULING[scheduling]}
+    config = EngineArgs(str(stack.model), skip_tokenizer_init=True, max_model_len=8192, **arguments)
+    assert config.create_engine_config().scheduler_config.max_num_seqs > 1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_is_wrong_lost_or_stuck_in_2000_requests() -> None:
     """Hazards D, E, F, G together: random prompts, aborts, failing and hanging Gets, preemptions, resets."""
