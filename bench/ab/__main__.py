@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.ab import report, results, servers, workloads
+from bench.ab import lmcache, report, results, servers, workloads
 from bench.ab.run import Plan, measure
-from singleflight.embedded import EmbeddedError
-from singleflight.tiny_model import ModelError
+from singleflight.stack.embedded import EmbeddedError
+from singleflight.stack.tiny_model import ModelError
 
+STORES = ("mooncake", "lmcache")
 console = Console(stderr=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -29,6 +30,7 @@ def main(
     pairs: Annotated[int, typer.Option(min=1, help="Rounds of every arm, at least.")] = 5,
     most: Annotated[int, typer.Option(min=1, help="And at most, where rounds are short.")] = 12,
     minutes: Annotated[float, typer.Option(min=0.1, help="No workload is begun after this.")] = 60.0,
+    store: Annotated[str, typer.Option(help="mooncake, or lmcache: bursts of 8 and 32.")] = "mooncake",
     link: Annotated[bool, typer.Option(help="A real shaped link (root), or the in-process limiter.")] = True,
     traces: Annotated[
         Path, typer.Option(help="Where conversation_trace.jsonl and synthetic_trace.jsonl are.")
@@ -38,6 +40,10 @@ def main(
     ] = None,
 ) -> None:
     """Measure TTFT of every arm against stock, and write JSON, pictures and a report."""
+    if store not in STORES:
+        raise typer.BadParameter(
+            f"{store!r} is no store; accepted are {', '.join(STORES)}", param_hint="--store"
+        )
     accepted = servers.names()
     chosen = arms.split(",") if arms else accepted
     for arm in chosen:
@@ -46,9 +52,11 @@ def main(
                 f"{arm!r} is no arm; accepted are {', '.join(accepted)}", param_hint="--arms"
             )
     chosen = [servers.STOCK, *(arm for arm in dict.fromkeys(chosen) if arm != servers.STOCK)]
+    if store == "lmcache" and arms:
+        raise typer.BadParameter("with --store lmcache the arms are stock and attach", param_hint="--arms")
     cells, left_out = workloads.matrix(traces)
     try:
-        cells = workloads.choose(cells, only, quick)
+        cells = lmcache.cells(only) if store == "lmcache" else workloads.choose(cells, only, quick)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--only") from None
     environment = results.environment()
@@ -60,14 +68,17 @@ def main(
     command = " ".join(["python -m bench.ab", *sys.argv[1:]])
     run = results.Results(command, "", today, environment, left_out={} if quick or only else left_out)
     try:
-        measure(Plan(cells, chosen, pairs, max(pairs, most), minutes, link), run, folder, console)
+        if store == "lmcache":
+            lmcache.measure(lmcache.Plan(pairs, max(pairs, most), minutes, only), run, console)
+        else:
+            measure(Plan(cells, chosen, pairs, max(pairs, most), minutes, link), run, folder, console)
         code = 1 if run.failed else 0
     except KeyboardInterrupt:
         code = 130
     except (EmbeddedError, ModelError) as error:
         code = 1
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
-    report.write(run, folder)
+    (lmcache if store == "lmcache" else report).write(run, folder)
     for sentence in results.words(run):
         typer.echo(sentence)
     if run.cells:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.ab.servers import Server
-from singleflight.embedded import tail
+from singleflight.stack.embedded import tail
 
 
 class LoadError(RuntimeError):
@@ -36,6 +36,12 @@ def drive(server: Server, load: Sequence[str]) -> list[float]:
     TTFT runs from when the client begins to send a request to its first streamed token. LoadError if any
     request failed.
     """
+    return list(send(server, load)["ttfts"])
+
+
+def send(server: Server, load: Sequence[str]) -> dict[str, Any]:
+    """The same; all that `vllm bench serve` has to say. `ttfts`, and `itls` (the times between a request's
+    streamed tokens), are in the order of the rows."""
     from vllm.benchmarks.serve import main
 
     arguments = ["--base-url", server.url, "--model", str(server.model), "--tokenizer", str(server.model)]
@@ -43,9 +49,9 @@ def drive(server: Server, load: Sequence[str]) -> list[float]:
     arguments += ["--ready-check-timeout-sec", "0", "--ignore-eos", "--temperature", "0"]
     arguments += ["--disable-tqdm", "--save-detailed", *load]
     with contextlib.redirect_stdout(io.StringIO()):
-        result = main(_parser().parse_args(arguments))
+        result: dict[str, Any] = main(_parser().parse_args(arguments))
     if result["failed"] or not result["completed"]:
         raise LoadError(
             f"{result['failed']} requests to arm {server.arm} failed; the server said: {tail(server.log, 5)}"
         )
-    return list(result["ttfts"])
+    return result

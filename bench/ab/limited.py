@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from singleflight import arms
-from singleflight.demo import replace_file
+from singleflight.stack import arms
+from singleflight.stack.demo import replace_file
 
 FILE = "limit.json"
 VARIABLE = "KVSF_BENCH_LIMIT"

@@ -13,7 +13,7 @@ from bench.ab.results import CDF_POINTS, CellResult
 from bench.ab.rounds import BOUND
 from bench.ab.servers import STOCK
 from bench.ab.statistics import LOSS
-from singleflight.demo import replace_file
+from singleflight.stack.demo import replace_file
 
 COLOURS = {
     STOCK: "#b0452f",
@@ -27,7 +27,7 @@ DPI = 72
 COLUMNS = 4
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,13 +36,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     """As a PNG of few colours: reports are committed, so they have to be small."""
     from PIL import Image
 
     full = io.BytesIO()
     figure.savefig(full, dpi=DPI)
-    _pyplot().close(figure)
+    pyplot().close(figure)
     small = Image.open(full).convert("RGB").quantize(48)
     replace_file(path, lambda scratch: small.save(scratch, optimize=True))
 
@@ -50,7 +50,7 @@ def _save(figure: Any, path: Path) -> None:
 def cdfs(path: Path, cells: Sequence[CellResult]) -> None:
     """TTFT of all requests of all rounds, one panel for each workload."""
     lines = -(-len(cells) // COLUMNS)
-    figure, axes = _pyplot().subplots(
+    figure, axes = pyplot().subplots(
         lines, COLUMNS, figsize=(13, 2.3 * lines + 0.4), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(cells) :]:
@@ -67,7 +67,7 @@ def cdfs(path: Path, cells: Sequence[CellResult]) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("TTFT, s", fontsize=8)
     figure.legend(labelled.values(), labelled.keys(), loc="outside upper right", ncols=6, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def ratios(path: Path, cells: Sequence[CellResult]) -> None:
@@ -75,7 +75,7 @@ def ratios(path: Path, cells: Sequence[CellResult]) -> None:
     from matplotlib import ticker
 
     arms = [a for a in dict.fromkeys(a for c in cells for a in c.arms) if a not in (STOCK, BOUND)]
-    figure, axes = _pyplot().subplots(
+    figure, axes = pyplot().subplots(
         1, 2, figsize=(11, 0.34 * len(cells) + 1.4), sharey=True, layout="constrained"
     )
     for axis, measure in zip(axes, ("median_s", "p99_s"), strict=True):
@@ -98,14 +98,14 @@ def ratios(path: Path, cells: Sequence[CellResult]) -> None:
     axes[0].set_yticks(range(len(cells)), [c.cell.name for c in cells])
     axes[0].invert_yaxis()
     axes[0].legend(fontsize=8, loc="lower left")
-    _save(figure, path)
+    save(figure, path)
 
 
 def resources(path: Path, cells: Sequence[CellResult]) -> None:
     """What a round took from the store, as a share of what stock took: Gets, bytes."""
     loading = [c for c in cells if c.count(STOCK, "gets")]
     arms = [a for a in dict.fromkeys(a for c in loading for a in c.arms) if a not in (STOCK, BOUND)]
-    figure, axes = _pyplot().subplots(
+    figure, axes = pyplot().subplots(
         1, 2, figsize=(11, 0.34 * len(loading) + 1.4), sharey=True, layout="constrained", squeeze=False
     )
     for axis, counter in zip(axes[0], ("gets", "get_bytes"), strict=True):
@@ -120,4 +120,4 @@ def resources(path: Path, cells: Sequence[CellResult]) -> None:
     axes[0][0].invert_yaxis()
     if arms:
         axes[0][1].legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)

@@ -10,8 +10,11 @@ from bench.ab.results import CellResult, Results, words
 from bench.ab.rounds import BOUND
 from bench.ab.servers import STOCK
 from bench.ab.statistics import Ratio
-from singleflight.demo import replace_file
+from singleflight.stack.demo import replace_file
 
+SECTION = "lmcache.html"
+"""What a run against LMCache has written for this folder's page (`lmcache.py`)."""
+BEGIN, END = "<!-- another store -->", "<!-- end -->"
 STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 8px;border-bottom:1px solid #ddd;"
@@ -33,11 +36,14 @@ def write(results: Results, folder: Path) -> None:
     for name, (draw, _) in PICTURES.items():
         draw(folder / name, results.cells)
     page = _page(results)
+    other = folder / SECTION
+    if other.exists():
+        page = with_section(page, other.read_text())
     replace_file(folder / "report.html", lambda scratch: scratch.write_text(page))
 
 
 def _page(results: Results) -> str:
-    says = "".join(f"<p>{escape(sentence)}</p>" for sentence in words(results))
+    says = "".join(f"<p>{escape(sentence)}</p>" for sentence in (results.link, *words(results)))
     pictures = "".join(
         f'<h2>{escape(text)}</h2><img src="{name}" alt="{escape(text)}">'
         for name, (_, text) in PICTURES.items()
@@ -49,14 +55,37 @@ def _page(results: Results) -> str:
         for title, cells in (("Cold: prefix cache empty, all in the store", cold), ("Warm", warm))
         if cells
     )
+    return page_of(
+        f"<h1>A/B time to first token, {escape(results.started)}</h1>{says}{pictures}{tables}{_run(results)}"
+    )
+
+
+def _run(results: Results) -> str:
     facts = "".join(f"<li>{escape(k)}: {escape(v)}</li>" for k, v in results.environment.items())
+    command = f"<code>{escape(results.command)}</code>, {results.minutes:.0f} minutes"
+    return f"<h2>Run</h2><p>{command}</p><ul>{facts}</ul>"
+
+
+def page_of(body: str) -> str:
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>A/B time to first token</title>"
-        f"<style>{STYLE}</style><h1>A/B time to first token, {escape(results.started)}</h1>"
-        f"<p>{escape(results.link)}</p>{says}{pictures}{tables}"
-        f"<h2>Run</h2><p><code>{escape(results.command)}</code>, {results.minutes:.0f} minutes</p>"
-        f"<ul>{facts}</ul></html>\n"
+        f"<style>{STYLE}</style>{body}</html>\n"
     )
+
+
+def section(title: str, results: Results) -> str:
+    """A part of a page: another store's sentences, table and run."""
+    says = "".join(f"<p>{escape(sentence)}</p>" for sentence in (results.link, *words(results)))
+    table = _table(results.cells) if results.cells else ""
+    return f"{BEGIN}<h1>{escape(title)}, {escape(results.started)}</h1>{says}{table}{_run(results)}{END}"
+
+
+def with_section(page: str, section: str) -> str:
+    """The page with that part at its end, in the place of an older one."""
+    before, found, rest = page.partition(BEGIN)
+    if found:
+        return before + section + rest.partition(END)[2]
+    return page.replace("</html>", f"{section}</html>")
 
 
 def _table(cells: list[CellResult]) -> str:

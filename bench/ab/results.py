@@ -19,7 +19,7 @@ from bench.ab.rounds import BOUND, JUDGED, Round, figures
 from bench.ab.servers import REPOSITORY, STOCK, compute_cores
 from bench.ab.statistics import CONFIDENCE, ENOUGH, LOSS, Ratio, ratio
 from bench.ab.workloads import Cell
-from singleflight import demo
+from singleflight.stack import demo
 
 MEASURES = ("median_s", "p99_s", "max_s")
 CDF_POINTS = 21
@@ -108,18 +108,18 @@ class Results:
             "cells": [c.as_json() for c in self.cells],
             "words": words(self),
         }
-        text = json.dumps(_rounded(data), separators=(",", ":"))
+        text = json.dumps(rounded(data), separators=(",", ":"))
         # One line for each cell and arm: small, and still a diff that can be read.
         text = re.sub(r'(\{"name":|"\w+":\{"median_s":\d)', r"\n\1", text) + "\n"
         demo.replace_file(path, lambda scratch: scratch.write_text(text))
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Floats to four figures; infinite bounds, which JSON has no word for, to null."""
     if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
+        return {k: rounded(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
+        return [rounded(v) for v in value]
     if isinstance(value, float):
         return float(f"{value:.4g}") if abs(value) < float("inf") else None
     return value

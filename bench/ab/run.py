@@ -18,7 +18,7 @@ from bench.ab.link import LinkError, shaped_link
 from bench.ab.results import CellResult, Results
 from bench.ab.rounds import Bench, SetLink
 from bench.ab.workloads import Cell
-from singleflight.embedded import EmbeddedError, Stack
+from singleflight.stack.embedded import EmbeddedError, Stack
 
 SEGMENT_MB = 2048
 """The store node's memory: all loads together need a quarter, so that nothing is ever evicted."""
@@ -40,7 +40,9 @@ class Plan:
 
 
 @contextlib.contextmanager
-def _stack(real_link: bool, run: Results) -> Iterator[tuple[Stack, SetLink, bool]]:
+def stack_and_link(
+    real_link: bool, run: Results, segment_mb: int = SEGMENT_MB
+) -> Iterator[tuple[Stack, SetLink, bool]]:
     """The stack, what sets its link, and whether the in-process limiter stands in for a real one."""
     with contextlib.ExitStack() as held:
         link, reason = None, "asked for by --no-link"
@@ -50,10 +52,10 @@ def _stack(real_link: bool, run: Results) -> Iterator[tuple[Stack, SetLink, bool
             except LinkError as error:
                 reason = str(error)
         if link is None:
-            stack = Stack(segment_mb=SEGMENT_MB)
+            stack = Stack(segment_mb=segment_mb)
             run.link = f"No real link ({reason}): an in-process limiter before every Get, in all arms alike."
         else:
-            stack = Stack(segment_mb=SEGMENT_MB, host=link.near, node_host=link.far, node_enter=link.enter)
+            stack = Stack(segment_mb=segment_mb, host=link.near, node_host=link.far, node_enter=link.enter)
             run.link = (
                 "Link: the store node in a network namespace of its own, a veth pair, `tc tbf` on both ends;"
                 " latency, where a workload has any, is added in the process."
@@ -74,7 +76,7 @@ def measure(plan: Plan, run: Results, out: Path, console: Console) -> None:
     started = time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
-        _stack(plan.real_link, run) as (stack, set_link, stand_in),
+        stack_and_link(plan.real_link, run) as (stack, set_link, stand_in),
         Progress(*columns, console=console) as bar,
     ):
         task = bar.add_task("starting", total=len(plan.cells))

@@ -137,8 +137,9 @@ def poisson(requests: int = 30, rate: float = 5.0) -> Load:
     return Load("poisson", args=args)
 
 
-def trace(path: Path, seconds: float) -> Load:
-    """The start of a Mooncake trace at its own pace, token counts divided by TRACE_SCALE."""
+def trace(path: Path, seconds: float, speed: float = 1.0) -> Load:
+    """The start of a Mooncake trace, so many seconds of it, token counts divided by TRACE_SCALE; its pace is
+    its own, or so many times faster."""
     rows = []
     with path.open() as lines:
         for number, line in enumerate(lines):
@@ -150,8 +151,8 @@ def trace(path: Path, seconds: float) -> Load:
             # The last chunk is cut shorter than the trace has it, so it is the request's own.
             shared = row["hash_ids"][:whole]
             own = rest + 1 + (whole - len(shared)) * CHUNK
-            rows.append(_row(row["timestamp"] / 1000, shared, number, own))
-    return Load(path.stem, tuple(rows))
+            rows.append(_row(row["timestamp"] / 1000 / speed, shared, number, own))
+    return Load(path.stem if speed == 1 else f"{path.stem}-{speed:g}", tuple(rows))
 
 
 def matrix(traces: Path) -> tuple[list[Cell], dict[str, str]]:

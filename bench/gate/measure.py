@@ -1,197 +1,162 @@
-"""Is the prediction true? Slices of traces on the real engine, beside what the simulator and the gate say.
+"""Measure one half of the workloads: stock and attach in turns, on several engines, one after the other.
 
-    python -m bench.gate.measure --traces FOLDER --out bench/results/gate.json
+    python -m bench.gate.measure first --traces FOLDER --out bench/results/gate/first.json
 
-Every slice is replayed in shadow and in attach mode, each in an engine of its own on an embedded stack, in
-two settings: loads that take a fixed time and run in parallel, and loads that take turns on a slow link.
-
-- Counts: the simulator gets the arrivals as they were and the median load window that shadow mode observed,
-  as a recording would give them, and predicts the removable attempts; shadow mode has counted them.
-- Sign: the gate predicts a margin from the cost model with the setting's figures; measured is the mean over
-  requests of the TTFT in shadow less that in attach mode.
+Needs root, `ip` and `tc` for the link, and a machine that does nothing else. What it writes is all that
+`bench.gate.compare` needs, but the traces.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
-import statistics
+import os
+import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from scipy import stats
+from bench.ab.link import Link, shaped_link
+from bench.ab.results import environment
+from bench.ab.servers import TCP_QUEUE
+from bench.ab.statistics import order
+from bench.gate import workloads
+from bench.gate.workloads import Setup, Workload
+from singleflight.stack.demo import replace_file
+from singleflight.stack.embedded import EmbeddedError, Stack, spawned, tail
+from singleflight.terminal.console import orderly
 
-from singleflight.console import orderly
-from singleflight.demo import environment, replace_file
-from singleflight.embedded import Stack, spawned, tail
-from singleflight.gate import Deployment, Gate
-from singleflight.sim import kernel
-from singleflight.sim.columns import Columns
-from singleflight.sim.config import Config
-from singleflight.sim.cost import Figures
-from singleflight.traces.reader import Options, TraceReader
-from singleflight.traces.request import Lengths, Request
-from singleflight.traces.synth import Synth, generate
-
-BLOCK_TOKENS = 32
-KV_BYTES_PER_TOKEN = 2048
-CAPACITY = 16_000
-"""Blocks of the engine's pool, 1 GiB: nothing is evicted."""
-LONGEST = 48
-"""Blocks of the longest request kept in a slice; the tiny model on a CPU is no place for longer ones."""
-THREADS = 32
+MODES = ("stock", "attach")
+LIMIT_S = 300.0
+"""An engine and its rounds."""
+SEGMENT_MB = 3072
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How loads are slowed: each by `delay_s`, `threads` of them at once, or by a link they share."""
-
-    threads: int
-    delay_s: float
-    bytes_per_s: float | None
-
-    def figures(self) -> Figures:
-        return Figures().given(
-            load_latency=self.delay_s,
-            load_bandwidth=self.bytes_per_s or 1e9,
-            parallel_loads=float(self.threads),
-            kv_bytes_per_token=float(KV_BYTES_PER_TOKEN),
-        )
+def by_setup(chosen: Sequence[Workload]) -> list[tuple[Setup, list[Workload]]]:
+    """Those that can share an engine, together."""
+    setups = list(dict.fromkeys(workload.setup for workload in chosen))
+    return [(setup, [w for w in chosen if w.setup == setup]) for setup in setups]
 
 
-SETTINGS = {"latency": Setting(THREADS, 3.6, None), "link": Setting(1, 0.0, 8e6)}
+def rounds(names: Sequence[str], start: int, pairs: int) -> list[tuple[str, str]]:
+    """(workload, mode) of one engine: each workload `pairs` times in both modes, A-B-B-A over everything, and
+    the next engine begins with the other mode."""
+    return [
+        (name, mode)
+        for number, name in itertools.product(range(pairs), names)
+        for mode in order(MODES, start + number)
+    ]
 
 
-def slices(folder: Path) -> dict[str, list[tuple[float, list[int]]]]:
-    """name -> [(seconds, block names)]: of each public trace 150 requests, faster than recorded so that
-    several loads are in the air at once; and two synthesized ones, of which one shares nothing."""
-    found = {}
-    for name, first, count, scale in (("conversation", 2000, 150, 2.0), ("synthetic", 1000, 150, 2.0)):
-        reader = TraceReader(str(folder / f"{name}_trace.jsonl"), Options())
-        rows = [row for row in reader if len(row.hashes) <= LONGEST][first : first + count]
-        found[name] = [((row.timestamp_ms - rows[0].timestamp_ms) / 1000 / scale, row.hashes) for row in rows]
-    for name, what in (
-        ("agents", Synth("agents", 85, fan_in=16, rate=0.2, think_ms=6000, own_blocks=6)),
-        ("poisson", Synth("poisson", 75, rate=5.0, own_blocks=12)),
-    ):
-        # Names of their own, or a block would be stored, and cached, under another slice's prompts.
-        found[name] = [
-            (row.timestamp_ms / 1000, [10**6 + 10**5 * (name == "poisson") + each for each in row.hashes])
-            for row in generate(what)
-        ]
-    return {name: [(at, list(names)) for at, names in rows] for name, rows in found.items()}
+def jobs(chosen: Sequence[Workload], starts: int, pairs: int, traces: Path) -> Iterator[dict[str, Any]]:
+    """One for each engine that is started; engines of different setups take turns, too.
+
+    Raises:
+        OSError: a workload's trace is not there.
+    """
+    arrivals = {w.name: _apart(number, w, traces) for number, w in enumerate(chosen)}
+    for start, (setup, group) in itertools.product(range(starts), by_setup(chosen)):
+        of = {
+            w.name: {"gbit_s": w.gbit_s, "latency_s": w.latency_s, "arrivals": arrivals[w.name]}
+            for w in group
+        }
+        yield {
+            "setup": asdict(setup),
+            "start": start,
+            "links": list(dict.fromkeys((w.gbit_s, w.latency_s) for w in group)),
+            "workloads": of,
+            "store": of if start == 0 else {},
+            "rounds": rounds(list(of), start, pairs),
+        }
 
 
-def run(stack: Stack, mode: str, setting: Setting, of: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One engine's results, per slice; those it had when it failed, if it failed."""
-    job, out, log = (folder / f"{mode}-{setting.threads}.{end}" for end in ("job", "out", "log"))
-    work = {"model": str(stack.model), "mode": mode, "out": str(out), "slices": of}
-    job.write_text(json.dumps({**work, "delay_s": setting.delay_s, "bytes_per_s": setting.bytes_per_s}))
+def _apart(number: int, workload: Workload, traces: Path) -> list[dict[str, Any]]:
+    """Its arrivals, with block names that no other workload has."""
+    return [
+        {**asdict(each), "blocks": [1_000_000 * (1 + number) + block for block in each.blocks]}
+        for each in workload.arrivals(traces)
+    ]
+
+
+def run(stack: Stack, link: Link, job: dict[str, Any], number: int) -> dict[str, Any]:
+    """One engine's results. EmbeddedError if it fails or takes too long."""
+    path, out, log = (stack.folder / f"engine-{number}.{end}" for end in ("job", "out", "log"))
+    path.write_text(json.dumps({**job, "model": str(stack.model), "out": str(out), "link": asdict(link)}))
     env = stack.env(
+        PYTHONPATH=os.pathsep.join(sys.path),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_MOONCAKE_LOAD_RECV_THREADS=str(setting.threads),
+        VLLM_MOONCAKE_LOAD_RECV_THREADS=str(job["setup"]["threads"]),
+        # The model computes on one core; with two, its threads would wait for each other, spinning, while
+        # receive threads and store node want a core (docs/benchmarks.md).
+        OMP_NUM_THREADS="1",
+        **TCP_QUEUE,
     )
-    with spawned([sys.executable, "-m", "bench.gate.replay", str(job)], env=env, log=log) as process:
-        if code := process.wait():
-            print(f"{mode}, {setting}: the engine ended with {code}: {tail(log, 8)}", file=sys.stderr)
-    return json.loads(out.read_text()) if out.exists() else {}
-
-
-def compared(
-    setting: Setting, rows: list[Any], shadow: dict[str, Any], attach: dict[str, Any]
-) -> dict[str, Any]:
-    """Prediction beside measurement, for one slice in one setting."""
-    arrivals = zip(shadow["arrived_s"], rows, strict=True)
-    columns = Columns.from_requests(
-        Request(round(1000 * at), names, Lengths(len(names) * BLOCK_TOKENS, 1)) for at, (_, names) in arrivals
-    )
-    window_ms = 1000 * statistics.median(shadow["windows_s"])
-    config = Config(round(window_ms), 1, CAPACITY, warmup=(0, 1))
-    predicted = kernel.simulate(columns, config).phase("steady")
-    live = shadow["counters"]
-    gate = Gate(columns, Deployment(1, CAPACITY, "round_robin", 1.0, BLOCK_TOKENS), setting.figures(), True)
-    ttft = {
-        mode: np.array([token - due for token, (due, _) in zip(result["first_token_s"], rows, strict=True)])
-        for mode, result in (("shadow", shadow), ("attach", attach))
-    }
-    saved = ttft["shadow"] - ttft["attach"]
-    low, high = stats.bootstrap((saved,), np.mean, rng=np.random.default_rng(0)).confidence_interval
-    return {
-        "requests": len(rows),
-        "observed_window_ms": window_ms,
-        "failed_loads_blocks": live["lost"],
-        "attempts": {"predicted": predicted.attempts, "shadow": live["attempts"]},
-        "removable": {
-            "predicted": predicted.removable,
-            "shadow": live["removable"],
-            "relative_error": _error(predicted.removable, live["removable"]),
-            "adopted_in_attach": attach["counters"]["blocks_adopted"],
-        },
-        "bytes_loaded": {"shadow": shadow["store"]["bytes"], "attach": attach["store"]["bytes"]},
-        "gate": {
-            "window_ms": 1000 * gate.load.window_s,
-            "utilization": gate.load.utilization,
-            "costs": asdict(gate.stated.costs),
-            "margin": gate.stated.costs.margin,
-            "enable": gate.enable,
-        },
-        "mean_ttft_s": {mode: float(each.mean()) for mode, each in ttft.items()},
-        # How late the engine's loop took arrivals in: where the modes differ in it, the machine was busier.
-        "mean_arrival_lag_s": {
-            mode: statistics.fmean(at - due for at, (due, _) in zip(result["arrived_s"], rows, strict=True))
-            for mode, result in (("shadow", shadow), ("attach", attach))
-        },
-        "mean_ttft_saved_s": {"mean": float(saved.mean()), "low": float(low), "high": float(high)},
-        # None: the 95 % interval over requests (bootstrap, BCa) has both signs.
-        "sign_agrees": bool((gate.stated.costs.margin > 0) == (low > 0)) if low * high > 0 else None,
-    }
-
-
-def _error(predicted: int, live: int) -> float | None:
-    return (predicted - live) / live if live else None
+    with spawned([sys.executable, "-m", "bench.gate.replay", str(path)], env=env, log=log) as process:
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise EmbeddedError(f"engine {number} did not end in {LIMIT_S:.0f} s: {tail(log, 3)}") from None
+    if code:
+        raise EmbeddedError(f"engine {number} ended with {code}: {tail(log, 8)}")
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("half", choices=list(workloads.HALVES))
     parser.add_argument("--traces", type=Path, required=True, help="folder with the two public traces")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--starts", type=int, default=3, help="engines of each setup")
+    parser.add_argument("--pairs", type=int, default=2, help="rounds of each mode on each engine")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no engine is started after this")
+    parser.add_argument("--only", default="", help="workloads whose name contains this")
     args = parser.parse_args()
-    of = slices(args.traces)
-    results: dict[str, Any] = {}
-    with orderly(), Stack(segment_mb=2048) as stack:
-        for name in args.settings.split(","):
-            setting = SETTINGS[name]
-            shadow, attach = (run(stack, mode, setting, of, stack.folder) for mode in ("shadow", "attach"))
-            results[name] = side_by_side(setting, of, shadow, attach)
-            write(args.out, f"python -m bench.gate.measure --settings {args.settings}", results)
-            print(json.dumps(results[name], indent=1))
+    chosen = [w for w in workloads.HALVES[args.half] if args.only in w.name]
+    document: dict[str, Any] = {
+        "half": args.half,
+        "made_at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python -m bench.gate.measure", *sys.argv[1:]]).replace(
+            str(args.traces), "FOLDER"
+        ),
+        "environment": {**environment(), "load average": f"{os.getloadavg()[0]:.2f} before"},
+        "engines": [],
+        "failed": [],
+    }
+    started = time.monotonic()
+    todo = list(jobs(chosen, args.starts, args.pairs, args.traces))
+    with (
+        orderly(),
+        shaped_link() as link,
+        Stack(segment_mb=SEGMENT_MB, host=link.near, node_host=link.far, node_enter=link.enter) as stack,
+    ):
+        for number, job in enumerate(todo):
+            if time.monotonic() - started > 60 * args.minutes:
+                document["failed"].append(
+                    f"{len(todo) - number} engines: the {args.minutes:g} minutes were over"
+                )
+                break
+            try:
+                document["engines"].append(run(stack, link, job, number))
+            except EmbeddedError as error:
+                document["failed"].append(str(error))
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            document["minutes"] = round((time.monotonic() - started) / 60, 2)
+            write(args.out, document)
+            print(f"engine {number + 1} of {len(todo)} after {document['minutes']:.1f} min", flush=True)
+        write(args.out, document)
     print(f"Written: {args.out}")
 
 
-def side_by_side(
-    setting: Setting, of: dict[str, Any], shadow: dict[str, Any], attach: dict[str, Any]
-) -> dict[str, Any]:
-    """The slices that both engines have replayed."""
-    whole = [name for name in of if name in shadow and name in attach and shadow[name]["windows_s"]]
-    rows = {name: compared(setting, of[name], shadow[name], attach[name]) for name in whole}
-    return {"setting": asdict(setting), "slices": rows}
-
-
-def write(out: Path, command: str, results: dict[str, Any]) -> None:
-    """The results, and what they were measured on."""
-    document = {
-        "made_at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command,
-        "environment": environment(),
-        "results": results,
-    }
-    text = json.dumps(document, indent=1) + "\n"
+def write(out: Path, document: dict[str, Any]) -> None:
+    """One line for each round: small, and still a diff that can be read."""
+    text = json.dumps(document, separators=(",", ":")).replace('{"workload"', '\n{"workload"') + "\n"
     replace_file(out, lambda scratch: scratch.write_text(text))
 
 

@@ -1,4 +1,5 @@
-"""Keep of pytest-benchmark's JSON what a reader compares, and nothing of the machine but its kind."""
+"""Medians and 99th percentiles at the end of a run (pytest-benchmark's table has no percentiles); of its JSON
+only what a reader compares, and nothing of the machine but its kind."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def pytest_benchmark_update_json(config: Any, benchmarks: Any, output_json: dict
     }
     output_json["commit_info"] = {"id": output_json["commit_info"].get("id")}
     for record, bench in zip(output_json["benchmarks"], benchmarks, strict=True):
-        p99 = statistics.quantiles(bench.stats.sorted_data, n=100)[98]
+        p99 = percentile(bench)
         stats = {name: record["stats"][name] for name in KEPT}
         kept = {
             name: value if name == "rounds" else round(value * 1e6, 2)
@@ -29,3 +30,18 @@ def pytest_benchmark_update_json(config: Any, benchmarks: Any, output_json: dict
         record.update(stats=kept, unit="microseconds")
         for name in ("fullname", "options", "param", "params"):
             record.pop(name, None)
+
+
+def percentile(bench: Any) -> float:
+    """The 99th, s."""
+    return statistics.quantiles(bench.stats.sorted_data, n=100)[98]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
+    session = getattr(config, "_benchmarksession", None)
+    found = [bench for bench in (session.benchmarks if session else ()) if bench.stats.rounds > 1]
+    if found:
+        terminalreporter.section("microseconds a call: median, 99th percentile")
+    for bench in found:
+        median, p99 = 1e6 * bench.stats.median, 1e6 * percentile(bench)
+        terminalreporter.write_line(f"{median:9.1f} {p99:9.1f}  {bench.name}")

@@ -31,13 +31,13 @@ import numpy as np
 from singleflight.sim import kernel
 from singleflight.sim.columns import Columns
 from singleflight.sim.config import Config
-from singleflight.sim.grid import Grid, code_version, tasks
-from singleflight.sim.work import run
+from singleflight.sweep.grid import Grid, code_version, tasks
+from singleflight.sweep.work import run
 from singleflight.traces.reader import TraceReader
 from singleflight.traces.synth import Synth, generate
 
 RESULTS = Path(__file__).parent / "results"
-SWEEP = "import typer; from singleflight.sim.commands import register; a = typer.Typer(); register(a); a()"
+SWEEP = "import typer; from singleflight.cli.simulate import register; a = typer.Typer(); register(a); a()"
 WINDOW_MS = 1000
 
 

@@ -1,0 +1,1 @@
+"""Load or compute: TTFT over HTTP of requests that do not share, against stock and against the bound."""
