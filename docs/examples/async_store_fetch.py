@@ -83,7 +83,7 @@ def connected(config_path: Path) -> Iterator[Any]:
 def a_store(config_path: Path | None) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         if config_path is None:
-            from singleflight.embedded import Stack
+            from singleflight.stack.embedded import Stack
 
             config_path = stack.enter_context(Stack()).config_path
         yield stack.enter_context(connected(config_path))

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
 from pathlib import Path
 
-from singleflight.flight import diagram
+from singleflight.core.flight import diagram
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def house() -> str:
+    """The folders and the connector's modules from the top down, as the layers contract has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    rows = []
+    for layer in contracts[0]["layers"]:
+        for name in layer.split(" | "):
+            path = ROOT / name.replace(".", "/")
+            source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            says = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0]
+            rows.append(
+                (f"{path.relative_to(ROOT)}/" if path.is_dir() else f"{source.relative_to(ROOT)}", says)
+            )
+        rows.append(("", ""))
+    width = max(len(where) for where, _ in rows)
+    return "\n".join(f"{where:{width}}  {says}".rstrip() for where, says in rows[:-1])
+
+
+def test_the_folders_in_the_design_are_the_layers_that_imports_are_held_to() -> None:
+    assert f"```text\n{house()}\n```" in (DOCS / "design.md").read_text()
+
+
+def test_every_folder_of_code_is_in_the_picture() -> None:
+    folders = {f"{path.parent.relative_to(ROOT)}/" for path in ROOT.glob("singleflight/*/__init__.py")}
+    modules = {f"{path.relative_to(ROOT)}" for path in ROOT.glob("connector_patch/[!_]*.py")}
+    assert [name for name in sorted(folders | modules) if f"\n{name}" not in f"\n{house()}"] == []
 
 
 def test_the_diagram_in_the_design_is_the_transition_table() -> None:
