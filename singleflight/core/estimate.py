@@ -9,17 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from .fit import ENOUGH, OUTLIER, WINDOW
 from .flight import Flight
-
-WINDOW = 16
-"""Loads remembered, about: a change of the store's speed is believed after so many."""
-
-ENOUGH = 4
-"""Loads to have seen before anything is said; a line through two noisy points is no estimate."""
-
-OUTLIER = 4.0
-"""A load that takes longer than this many times what was expected counts as that long. One that hung says
-nothing about the next; a store that really has become slow is still followed, in a few loads."""
 
 
 class LoadTimes:

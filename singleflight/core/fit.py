@@ -6,11 +6,12 @@ WINDOW = 16
 """Observations remembered, about: a change of speed is believed after so many."""
 
 ENOUGH = 4
-"""Observations to have before anything is said."""
+"""Observations to have before anything is said; a line through two noisy points is no estimate."""
 
 OUTLIER = 4.0
-"""What takes longer than this many times the expected counts as that long: a load that hung, or a step in
-which the machine did something else, says nothing about the next."""
+"""What takes longer than this many times the expected counts as that long. A load that hung, or a step in
+which the machine did something else, says nothing about the next; a store that really has become slow is
+still followed, in a few loads."""
 
 ALIKE = 1e-3
 """Below this share of the largest possible determinant all observations point in one direction: then how the

@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from singleflight.core.estimate import ENOUGH, OUTLIER, WINDOW
+from singleflight.core.fit import ENOUGH, OUTLIER, WINDOW
 from singleflight.core.table import FORGETTING
 from singleflight.sim.kernel import _our_cache
 from singleflight.twin.arrivals import Arrivals

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from singleflight.core.estimate import ENOUGH
+from singleflight.core.fit import ENOUGH
 from singleflight.core.flight import State
 from tests.faults.cohort import Cohort
 from tests.faults.scripted_store import hang, scripted

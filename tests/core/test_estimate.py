@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from singleflight.core.estimate import ENOUGH, OUTLIER, WINDOW, LoadTimes
+from singleflight.core.estimate import LoadTimes
+from singleflight.core.fit import ENOUGH, OUTLIER, WINDOW
 from singleflight.core.flight import State
 from singleflight.core.table import Publish, Segment
 

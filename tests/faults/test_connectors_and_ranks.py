@@ -92,8 +92,10 @@ def _watch(worker: Any, folder: str) -> None:
     import pathlib
     import time
 
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0005)  # as in the process of the scheduler
     where, rank = pathlib.Path(folder), worker.rank
 
     class Watched:
@@ -171,6 +173,7 @@ def two(ours: Engine, stack: Stack, tmp_path_factory: pytest.TempPathFactory) ->
     """`ours` is asked for so that it comes first: vLLM remembers the environment that its first engine has
     found, so what must differ here is set in vLLM's own memory too."""
     import vllm.envs
+    from vllm.distributed.device_communicators import shm_broadcast
 
     from connector_patch.lab.engine import Engine
 
@@ -181,6 +184,9 @@ def two(ours: Engine, stack: Stack, tmp_path_factory: pytest.TempPathFactory) ->
         }.items():
             patch.setenv(name, value)
             patch.setattr(vllm.envs, name, value, raising=False)
+        # Each rank and the scheduler wait for each other in a loop around sched_yield. Three of them on two
+        # cores leave so little to Mooncake's threads that its calls run into their time-outs, after 30 s.
+        patch.setattr(shm_broadcast, "sched_yield", lambda: time.sleep(0.0005))
         engine = Engine(str(stack.model), OURS, tensor_parallel_size=2)
         yield Ranks(engine, tmp_path_factory.mktemp("ranks"))
         # Its ranks are processes of their own; the distributed state in this one is that of `ours`.

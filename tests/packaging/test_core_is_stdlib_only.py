@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-CORE = [f"singleflight.core.{name}" for name in ("estimate", "flight", "policy", "stats", "table")]
+FOLDER = Path(find_spec("singleflight.core").origin).parent
+CORE = sorted(f"singleflight.core.{file.stem}" for file in FOLDER.glob("*.py") if file.stem != "__init__")
 
 IMPURE = {
     "_thread",

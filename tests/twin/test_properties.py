@@ -205,7 +205,8 @@ def test_a_block_that_nobody_shares_never_raises_the_relative_saving_of_a_burst(
     link: dict[str, float], fan_in: int, shared: int, own: int, more: int, in_store: bool
 ) -> None:
     """The kind of issue 16's first point. A load is noticed up to two idle steps late, in one of the two
-    traces and not in the other: that much may differ."""
+    traces and not in the other: that much may differ. Where sharing costs time, as when all followers compute
+    their tails in one batch, more tail makes the loss a smaller part of the whole, and never a saving."""
     costs = FREE.given(step_overhead=0.001, prefill_rate=1e4, **link)
     savings, slack = [], 0.0
     for tail in (own, own + more):
@@ -215,7 +216,7 @@ def test_a_block_that_nobody_shares_never_raises_the_relative_saving_of_a_burst(
         stock, attach = (kernel.simulate(arrivals, costs, instance, mode) for mode in ("stock", "attach"))
         savings.append(1 - attach.ttft_s.mean() / stock.ttft_s.mean())
         slack += 2 * IDLE_S / stock.ttft_s.mean()
-    assert savings[1] <= savings[0] + slack
+    assert savings[1] <= max(savings[0], 0.0) + slack
 
 
 @settings(max_examples=100, deadline=None)
