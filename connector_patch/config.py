@@ -79,7 +79,8 @@ class Config:
     """Where a follower goes whose deadline has passed."""
     load_or_compute: LoadOrCompute = LoadOrCompute.OFF
     """Whether a request may compute a prefix that the store has, if that is expected to be sooner than its
-    load behind all that is queued. Off, since it has not been measured enough yet."""
+    load behind all that is queued. Off: it pays where a load is about as slow as a prefill, but has not been
+    shown never to be worse than loading (docs/benchmarks.md)."""
     deadline_per_token_s: float = 0.003125
     """Further seconds a follower waits for each token of the flights it waits for: with blocks of 16 tokens,
     `Policy`'s 0.05 s a block. By token, since what a load takes does not depend on the size of blocks."""
