@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from connector_patch.lab.engine import Engine
@@ -18,8 +19,19 @@ if TYPE_CHECKING:
     from tests.support import Clock
 
 
+# The same examples in every run: what fails once fails again. `--hypothesis-profile=default` makes new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
+
+
 def pytest_configure() -> None:
-    """Tests press Ctrl-C, here and in child processes. A script's background job starts with it ignored."""
+    """Tests press Ctrl-C, here and in child processes. A script's background job starts with it ignored.
+
+    Engines compute on one thread, wherever there is room. By default vLLM binds a thread to each core, and
+    these spin: the engines of two suites, or of one test, then take the cores from each other.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
