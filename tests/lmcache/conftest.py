@@ -27,7 +27,8 @@ def lmcache() -> Iterator[LMCacheStack]:
         yield running
 
 
-def _engine(transfer: dict[str, Any]) -> dict[str, Any]:
+def of_its_size(transfer: dict[str, Any]) -> dict[str, Any]:
+    """An engine with room for all that these tests load."""
     return {"kv_transfer": transfer, "num_gpu_blocks_override": GPU_BLOCKS}
 
 
@@ -38,7 +39,7 @@ def alone(lmcache: LMCacheStack) -> Iterator[Arm]:
 
     transfer = lmcache.alone(heartbeat_interval=HEARTBEAT_S)
     name, extra = transfer.pop("kv_connector"), transfer.pop("kv_connector_extra_config")
-    with arm(lmcache, name, extra, engine=_engine(transfer)) as started:
+    with arm(lmcache, name, extra, engine=of_its_size(transfer)) as started:
         started.answer()
         yield started
 
@@ -51,7 +52,7 @@ def ours(lmcache: LMCacheStack) -> Iterator[Engine]:
 
     transfer = lmcache.wrapped(heartbeat_interval=HEARTBEAT_S)
     name, extra = transfer.pop("kv_connector"), transfer.pop("kv_connector_extra_config")
-    engine = Engine(str(lmcache.model), name, extra, **_engine(transfer))
+    engine = Engine(str(lmcache.model), name, extra, **of_its_size(transfer))
     assert engine.connector.passes_through is None
     yield engine
     engine.close()
