@@ -163,6 +163,16 @@ class Ranks:
             self.engine.add(name, prompt)
         self.until(lambda: len(self.attach._pending) == len(prompts), "not all were scheduled")
 
+    def meet_the_node(self) -> None:
+        """A rank's first Get from a store node may time out on a loaded machine, in Mooncake."""
+        prompt = [*blocks(1, 2, salt=next(salts)), 5]
+        limit = time.monotonic() + STUCK_S
+        while not self.burst.tokens.get("first"):
+            assert time.monotonic() < limit, "no Get succeeds"
+            self.engine.fill([prompt])
+            self.add_all({"first": prompt})
+            self.finish()
+
     def finish(self) -> dict[str, list[int]]:
         self.until(lambda: not self.engine.llm.has_unfinished_requests(), "stuck")
         return self.burst.tokens
@@ -188,7 +198,9 @@ def two(ours: Engine, stack: Stack, tmp_path_factory: pytest.TempPathFactory) ->
         # cores leave so little to Mooncake's threads that its calls run into their time-outs, after 30 s.
         patch.setattr(shm_broadcast, "sched_yield", lambda: time.sleep(0.0005))
         engine = Engine(str(stack.model), OURS, tensor_parallel_size=2)
-        yield Ranks(engine, tmp_path_factory.mktemp("ranks"))
+        ranks = Ranks(engine, tmp_path_factory.mktemp("ranks"))
+        ranks.meet_the_node()
+        yield ranks
         # Its ranks are processes of their own; the distributed state in this one is that of `ours`.
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         engine.close()
