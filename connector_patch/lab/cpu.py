@@ -19,7 +19,7 @@ OF_REQUESTS = (
     "get_loaded_kv_cache_group_ids",
     "request_finished_all_groups",
 )
-"""What the scheduler asks the connector about one request."""
+"""What the scheduler asks the connector about one request; vLLM 0.31 asks less."""
 OF_STEPS = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats", "take_events")
 """What it calls in every step."""
 
@@ -86,6 +86,7 @@ def count(
         return not landed and nothing_scheduled(scheduled)
 
     for name in (*OF_REQUESTS, *OF_STEPS):
-        setattr(connector, name, timed(name, getattr(connector, name)))
+        if hasattr(connector, name):
+            setattr(connector, name, timed(name, getattr(connector, name)))
     scheduler.schedule = step(scheduler.schedule, 1, nothing_scheduled)
     scheduler.update_from_output = step(scheduler.update_from_output, 0, nothing_happened)

@@ -46,13 +46,18 @@ def world() -> Callable[..., World]:
     return make
 
 
+def needs_who_is_chosen(mode: str, other: object) -> None:
+    """Skip what cannot be on: attach beside another connector, where vLLM does not say who loads."""
+    if other and mode == "attach" and not matrix.says_who_is_chosen():
+        pytest.skip("this vLLM does not tell children of MultiConnector who is chosen (0.32 does)")
+
+
 @pytest.fixture
 def like(world: Callable[..., World], mode: str, async_scheduling: bool) -> Callable[..., World]:
     """The same, in the mode and with the scheduler that the test is parametrized with."""
 
     def make(**fields: object) -> World:
-        if fields.get("other") and mode == "attach" and not matrix.says_who_is_chosen():
-            pytest.skip("this vLLM does not tell children of MultiConnector who is chosen (0.32 does)")
+        needs_who_is_chosen(mode, fields.get("other"))
         return world(**{"mode": mode, "async_scheduling": async_scheduling, **fields})
 
     return make

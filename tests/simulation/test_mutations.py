@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.simulation.conftest import needs_who_is_chosen
+
 pytestmark = pytest.mark.timeout(300)
 
 WITHIN = 300
@@ -44,8 +46,10 @@ PARK = ("loads_again", "waits_for_what_has_ended", "no_deadline")
 def test_noticed(mode: str, name: str) -> None:
     from . import campaign, mutations
 
+    fixed = mutations.FIXED.get(name, {})
+    needs_who_is_chosen(mode, fixed.get("other"))
     with mutations.broken(getattr(mutations, name)):
-        tally = campaign.run(mode, range(WITHIN), stop_at_failure=True, **mutations.FIXED.get(name, {}))
+        tally = campaign.run(mode, range(WITHIN), stop_at_failure=True, **fixed)
     assert tally.failures, f"{name} is not noticed in {WITHIN} seeds"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from connector_patch import matrix
+from tests.simulation.conftest import needs_who_is_chosen
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -100,8 +100,7 @@ def test_beside_another_connector(mode: str, other: str) -> None:
     """In vLLM's MultiConnector, whoever of the two is asked first; the other one's loads fail too."""
     from .known import OF_STOCK, OF_VLLM, RESERVED_BY_EACH_OTHER
 
-    if mode == "attach" and not matrix.says_who_is_chosen():
-        pytest.skip("this vLLM does not tell children of MultiConnector who is chosen (0.32 does)")
+    needs_who_is_chosen(mode, other)
     tally = run(mode, BESIDE[mode], other=other)
     known = {*OF_VLLM, RESERVED_BY_EACH_OTHER} if mode in OURS else OF_STOCK
     assert set(tally.known) <= set(known)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.simulation.conftest import needs_who_is_chosen
+
 if TYPE_CHECKING:
     from .world import World
 
@@ -43,6 +45,7 @@ def test_random_stories_beside_another_connector(mode: str, other: str) -> None:
     from .known import OF_VLLM, RESERVED_BY_EACH_OTHER
     from .test_seeds import run
 
+    needs_who_is_chosen(mode, other)
     tally: Any = run(mode, 25, wrapped=True, other=other)
     assert set(tally.known) <= {*OF_VLLM, RESERVED_BY_EACH_OTHER}
     assert tally.layer["ready"] > 3
