@@ -15,7 +15,7 @@ _ended: dict[str, str] = {}
 def pytest_collection_finish(session: Any) -> None:
     # vLLM's tests collect garbage after each of them, a second over all that has been imported.
     if parallel_state := sys.modules.get("vllm.distributed.parallel_state"):
-        parallel_state.gc = SimpleNamespace(collect=lambda: 0)
+        parallel_state.gc = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
     child.say(collected=len(session.items))
 
 
