@@ -33,7 +33,7 @@ def rows(runs: Sequence[dict[str, Any]], traces: Path) -> list[Row]:
     return [
         row
         for run in runs
-        for workload in workloads.HALVES[run["half"]]
+        for workload in workloads.PARTS[run["part"]]
         if (row := _row(run, lone, workload, traces)) is not None
     ]
 
@@ -63,7 +63,7 @@ def _row(
         return statistics.median(r["counts"][key] for r in by_mode[mode])
 
     return Row(
-        half=measured["half"],
+        part=measured["part"],
         name=workload.name,
         requests=len(arrivals),
         engines=len(engines),

@@ -20,16 +20,12 @@ TOGETHER = 32
 """Blocks of each of as many loads at once as there are receive threads."""
 TIMES = 2
 BATCH = 16
-DECODED = 80
-"""Tokens that a request generates while another's load comes in."""
 PAUSE_S = 0.15
 """Before everything that is lone: caches and connections are then as an arrival meets them."""
 APART = 10
 """Of these, before that load is asked for."""
 DECODED = 80
 """Tokens that one request generates while another's load comes in."""
-DECODED_KEPT = 20
-"""Steps of each kind that are kept of that."""
 NAMES = 900_000_000
 """Block names from here on are of this module."""
 IDLE_S = 0.001
@@ -173,9 +169,9 @@ def measure(replay: Replay, threads: int, links: Sequence[tuple[float | None, fl
         took: dict[str, list[float]] = {"beside": [], "apart": []}
         for loading, step in zip(replay.steps.loading[mark:], replay.steps.ran[mark:], strict=True):
             if step[2] == 0:
-                took["beside" if loading else "apart"].append(round(step[-1], 6))
+                took["beside" if loading else "apart"].append(round(step[-1], 5))
         del replay.steps.ran[mark:], replay.steps.loading[mark:]
-        return {name: each[:DECODED_KEPT] for name, each in took.items()}
+        return took
 
     for count in PROMPTS:  # the first of each size warms up
         run([new(count)], 4)

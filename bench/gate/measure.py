@@ -1,4 +1,4 @@
-"""Measure one half of the workloads: stock and attach in turns, on several engines, one after the other.
+"""Measure one part of the workloads: stock and attach in turns, on several engines, one after the other.
 
     python -m bench.gate.measure first --traces FOLDER --out bench/results/gate/first.json
 
@@ -110,7 +110,7 @@ def run(stack: Stack, link: Link, job: dict[str, Any], number: int) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("half", choices=list(workloads.HALVES))
+    parser.add_argument("part", choices=list(workloads.PARTS))
     parser.add_argument("--traces", type=Path, required=True, help="folder with the two public traces")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--starts", type=int, default=3, help="engines of each setup")
@@ -118,9 +118,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="no engine is started after this")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     args = parser.parse_args()
-    chosen = [w for w in workloads.HALVES[args.half] if args.only in w.name]
+    chosen = [w for w in workloads.PARTS[args.part] if args.only in w.name]
     document: dict[str, Any] = {
-        "half": args.half,
+        "part": args.part,
         "made_at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": " ".join(["python -m bench.gate.measure", *sys.argv[1:]]).replace(
             str(args.traces), "FOLDER"

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.ab.plots import COLOURS, pyplot, save
 from bench.gate.table import CLOSE, FAR, MODES, Row
 
-MARKERS = {"first": "o", "second": "^"}
+MARKERS = {"first": "o", "second": "^", "third": "s"}
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -22,17 +22,17 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         low, high = ([(1 + sign * share) * end for end in ends] for sign in (-1, 1))
         ttft.fill_between(ends, low, high, color="grey", alpha=shade, lw=0, label=f"within {share:.0%}")
     ttft.plot(ends, ends, color="black", lw=0.6)
-    for half, marker in MARKERS.items():
+    for part, marker in MARKERS.items():
         for mode in MODES:
-            of = [row for row in rows if row.half == half]
+            of = [row for row in rows if row.part == part]
             if of:
                 ttft.plot(
                     [row.measured[mode] for row in of],
                     [row.predicted[mode] for row in of],
                     marker,
                     color=COLOURS[mode],
-                    mfc="none" if half == "second" else None,
-                    label=f"{mode}, {half} half",
+                    mfc=None if part == "first" else "none",
+                    label=f"{mode}, {part} part",
                 )
     ttft.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     ttft.set(xlabel="measured mean TTFT, s", ylabel="predicted, s")
@@ -47,7 +47,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     told = [row.predicted_saved / row.predicted["stock"] for row in rows]
     saved.plot(told, places, "x", color="#b0452f", label="predicted")
     saved.axvline(0, color="grey", lw=0.6)
-    saved.set_yticks(places, [f"{row.name} ({row.half})" for row in rows], fontsize=8)
+    saved.set_yticks(places, [f"{row.name} ({row.part})" for row in rows], fontsize=8)
     saved.invert_yaxis()
     saved.set_xlabel("share of stock's mean TTFT that attach saves")
     saved.legend(fontsize=8)

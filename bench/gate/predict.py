@@ -145,6 +145,7 @@ def instance_of(setup: Setup) -> Instance:
         max_num_batched_tokens=STEP_TOKENS,
         store="warm",
         synchronous_launch=True,
+        in_process=True,
     )
 
 

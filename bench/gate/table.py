@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from bench.ab.statistics import Difference
-from bench.gate.workloads import HALVES
+from bench.gate.workloads import PARTS
 
 MODES = ("stock", "attach")
 CLOSE, FAR = 0.15, 0.30
@@ -32,7 +32,7 @@ class Row:
         figures: what the twin was given. defaults: the names of those that are not measured.
     """
 
-    half: str
+    part: str
     name: str
     requests: int
     engines: int
@@ -92,20 +92,20 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table and its verdict for each half."""
+    """A table and its verdict for each part."""
     parts = []
-    for half, group in groupby(rows, key=lambda row: row.half):
+    for part, group in groupby(rows, key=lambda row: row.part):
         of = list(group)
         head = (
             "| workload | stock, s: measured / predicted | attach, s: measured / predicted |"
             " saved, ms: measured (95 %) / predicted | removable: counted / predicted |"
         )
-        parts += [f"**The {half} half.**", "", head, "|---|---|---|---|---|", *map(_line, of), ""]
+        parts += [f"**The {part} part.**", "", head, "|---|---|---|---|---|", *map(_line, of), ""]
         parts += [*(f"- {line}" for line in verdict(of)), ""]
         defaults = sorted({f"`{name}`" for row in of for name in row.defaults})
         parts += [f"Figures at their defaults: {', '.join(defaults)}.", ""] if defaults else []
-    missing = [half for half in HALVES if half not in {row.half for row in rows}]
-    parts += [f"**The {half} half** is not measured yet." for half in missing]
+    missing = [part for part in PARTS if part not in {row.part for row in rows}]
+    parts += [f"**The {part} part** is not measured yet." for part in missing]
     return "\n".join(parts).strip() + "\n"
 
 

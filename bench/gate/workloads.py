@@ -213,7 +213,7 @@ SIXTEEN = Setup(threads=16)
 SECOND: tuple[Workload, ...] = (
     Workload(
         "burst of 32",
-        "four times the fan-in of the first half's: nearly all that stock does is duplicate",
+        "four times the fan-in of the first part's: nearly all that stock does is duplicate",
         bursts(32, 48, 1, every_s=3.0, count=1),
     ),
     Workload(
@@ -260,5 +260,53 @@ SECOND: tuple[Workload, ...] = (
         setup=Setup(kv_blocks=280),
     ),
 )
-"""Written down after the model was tuned on the first half, before any of these was measured."""
-HALVES = {"first": FIRST, "second": SECOND}
+"""Written down after the model was tuned on the first part, before any of these was measured."""
+THIRD: tuple[Workload, ...] = (
+    Workload(
+        "burst of 4, half shared",
+        "a small burst, of which half is each request's own",
+        bursts(4, 40, 40, every_s=1.2, count=3),
+    ),
+    Workload(
+        "burst of 16, wide link",
+        "many requests for a load that takes two or three steps",
+        bursts(16, 64, 1, every_s=1.0, count=2),
+        gbit_s=None,
+    ),
+    Workload(
+        "bursts of 6 with work",
+        "some tails to load and 104 tokens to compute behind them",
+        bursts(6, 72, 8, every_s=1.5, count=3, computed=96 + OWN),
+    ),
+    Workload(
+        "Poisson, wide link",
+        "pure overhead, half of the time busy",
+        poisson(40, rate=12.0, blocks=48, seed=11),
+        gbit_s=None,
+    ),
+    Workload(
+        "two prompts at once",
+        "two loads in one queue, each with followers",
+        bursts(8, 48, 1, every_s=0.02, count=2),
+    ),
+    Workload(
+        "synthetic, 4 times as fast",
+        "a part of the trace in which little overlaps, over the narrow link",
+        Slice("synthetic", 3000, 60, 4.0),
+    ),
+    Workload(
+        "conversation, 8 times as fast, 4 threads",
+        "another part of the trace; loads share the link",
+        Slice("conversation", 6000, 80, 8.0),
+        setup=FOUR,
+    ),
+    Workload(
+        "burst of 8, far store",
+        "a round trip of 50 ms and one thread: tails queue behind it",
+        bursts(8, 32, 4, every_s=1.2, count=3),
+        latency_s=0.05,
+    ),
+)
+"""Written down after both others had been compared and the twin mended (its front end), before any of these
+was measured."""
+PARTS = {"first": FIRST, "second": SECOND, "third": THIRD}

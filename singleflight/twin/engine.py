@@ -73,6 +73,7 @@ class Engine:
         self._prompt: list[int] = arrivals.prompts.tolist()
         self._output: list[int] = arrivals.outputs.tolist()
         self._at_engine: list[float] = prompts.at_engine.tolist()
+        self._taking_s: list[float] = prompts.taking_s.tolist()
         self._asked: list[int] = prompts.asked.tolist()
         self._footprint: list[int] = prompts.footprint.tolist()
         self._full: list[int] = prompts.full.tolist()
@@ -101,8 +102,10 @@ class Engine:
     def run(self) -> None:
         clock, n = self._clock, len(self.requests)
         while True:
-            while self._arrived < n and self._at_engine[self._arrived] <= clock.now:
+            due = clock.now
+            while self._arrived < n and self._at_engine[self._arrived] <= due:
                 heapq.heappush(self._waiting, n + self._arrived)
+                clock.now += self._taking_s[self._arrived]
                 self._arrived += 1
             if self._seats or self._waiting or self._n_loading or self._ready:
                 self._step()

@@ -38,6 +38,8 @@ class Instance:
         synchronous_launch: a step's loads start when it has computed, not when it begins. vLLM 0.32 starts
             them after the launch (`KVConnectorModelRunnerMixin`), which returns at once on a GPU, and on a
             CPU when all is computed.
+        in_process: the engine's own thread takes requests, before each step all that are due, as in offline
+            inference (`vllm.LLM`). False: the front end is a process of its own, as in a server.
 
     Raises:
         ValueError: a value out of range; says which, and what is accepted.
@@ -53,6 +55,7 @@ class Instance:
     policy: Policy | None = None
     on_deadline: OnDeadline = "recompute"
     synchronous_launch: bool = False
+    in_process: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "gpu_blocks", "receive_threads", "max_num_seqs"):

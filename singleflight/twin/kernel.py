@@ -96,6 +96,7 @@ NOTHING, UNASKED = -1, -2  # names of blocks, as in `pool`
 # World.rf: float64.
 (
     R_AT_ENGINE,
+    R_TAKING,
     R_ANSWER_AT,
     R_DEADLINE,
     R_PARK_DEADLINE,
@@ -103,7 +104,7 @@ NOTHING, UNASKED = -1, -2  # names of blocks, as in `pool`
     R_LOAD_ENDED,
     R_FIRST_TOKEN,
     R_ADMITTED,
-) = range(8)
+) = range(9)
 # World.u: of a name.
 (
     U_FIRST,
@@ -1257,9 +1258,11 @@ with _our_cache():
     def _run(w: World) -> bool:
         n = len(w.r)
         while w.i[FULL] == 0:
-            while w.i[ARRIVED] < n and w.rf[w.i[ARRIVED], R_AT_ENGINE] <= w.f[NOW]:
+            due = w.f[NOW]
+            while w.i[ARRIVED] < n and w.rf[w.i[ARRIVED], R_AT_ENGINE] <= due:
                 _push(w.q[Q_WAITING], w.i[N_WAITING], n + w.i[ARRIVED])
                 w.i[N_WAITING] += 1
+                w.f[NOW] += w.rf[w.i[ARRIVED], R_TAKING]
                 w.i[ARRIVED] += 1
             if w.i[SEATS] > 0 or w.i[N_WAITING] > 0 or w.i[N_LOADING] > 0 or w.i[N_READY] > 0:
                 _step(w)
@@ -1295,7 +1298,7 @@ def _world(
     r[:, R_PROMPT], r[:, R_OUTPUT] = arrivals.prompts, arrivals.outputs
     r[:, R_NAMED], r[:, R_ASKED] = prompts.named, prompts.asked
     r[:, R_FOOTPRINT], r[:, R_FULL] = prompts.footprint, prompts.full
-    rf[:, R_AT_ENGINE] = prompts.at_engine
+    rf[:, R_AT_ENGINE], rf[:, R_TAKING] = prompts.at_engine, prompts.taking_s
     rf[:, R_ANSWER_AT], rf[:, R_PARK_DEADLINE] = -1.0, math.inf
 
     u = np.full((names, U_LOADING_BY + 1), NONE, np.int64)

@@ -17,7 +17,8 @@ class Prompts:
     """Per request, (R,).
 
     Attributes:
-        at_engine: float64, s, when the engine has it: the front end takes one request after another.
+        at_engine: float64, s, when the engine can have it: the front end takes one request after another.
+        taking_s: float64, s, for which that holds up the engine: nothing where it is not in its process.
         named: int64, full blocks of the prompt, which can be cached. asked: int64, of these, those that end
             before the last token, which is always computed: what is looked up.
         footprint: int64, blocks that prompt and output fill; the last token generated is never computed on.
@@ -25,6 +26,7 @@ class Prompts:
     """
 
     at_engine: NDArray[np.float64]
+    taking_s: NDArray[np.float64]
     named: NDArray[np.int64]
     asked: NDArray[np.int64]
     footprint: NDArray[np.int64]
@@ -42,16 +44,19 @@ class Prompts:
                 f"request {int(arrivals.source[r])} needs {int(footprint[r])} blocks of KV cache;"
                 f" accepted: up to gpu_blocks ({instance.gpu_blocks})"
             )
-        at_engine = np.empty(arrivals.n_requests)
-        free = 0.0
-        per_request, per_token = figures.frontend_per_request.value, figures.frontend_per_token.value
-        for r, (at, prompt) in enumerate(
-            zip(arrivals.times.tolist(), arrivals.prompts.tolist(), strict=True)
-        ):
-            free = max(at, free) + per_request + prompt * per_token
-            at_engine[r] = free
+        per_token = figures.frontend_per_token.value
+        taking_s = figures.frontend_per_request.value + arrivals.prompts * per_token
+        if instance.in_process:
+            at_engine = arrivals.times.copy()
+        else:
+            at_engine = np.empty(arrivals.n_requests)
+            free = 0.0
+            for r, (at, takes) in enumerate(zip(arrivals.times.tolist(), taking_s.tolist(), strict=True)):
+                at_engine[r] = free = max(at, free) + takes
+            taking_s = np.zeros(arrivals.n_requests)
         return cls(
             at_engine,
+            taking_s,
             np.minimum(arrivals.prompts // size, known),
             np.minimum((arrivals.prompts - 1) // size, known),
             footprint,

@@ -15,12 +15,12 @@ from bench.ab.statistics import Difference, difference
 from bench.gate import compare, lone, measure, predict, table, workloads
 from bench.gate.replay import own, prompt
 from bench.gate.table import Row
-from bench.gate.workloads import HALVES, OWN, Setup, Slice, Workload
+from bench.gate.workloads import OWN, PARTS, Setup, Slice, Workload
 from bench.page import replaced
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL_TOKENS = 8192
-ALL = [each for half in HALVES.values() for each in half]
+ALL = [each for part in PARTS.values() for each in part]
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def traces(tmp_path: Path) -> Path:
                 "output_length": 9,
                 "hash_ids": [n // 3, 10**6 + n, 2 * 10**6 + n],
             }
-            for n in range(6000)
+            for n in range(6100)
         )
         (tmp_path / f"{name}_trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -195,7 +195,7 @@ def test_rounds_of_both_modes_make_one_row_and_a_disturbed_round_does_not_move_i
 ) -> None:
     """Three engines, each with two rounds of each mode; one attach round was 100 s."""
     chosen = (Workload("burst", "", workloads.bursts(2, 4, 1, 1.0, 1), latency_s=0.2),)
-    monkeypatch.setattr(workloads, "HALVES", {"first": chosen})
+    monkeypatch.setattr(workloads, "PARTS", {"first": chosen})
     counts = {"gets": 2, "bytes": 10 * predict.BLOCK_BYTES}
 
     def one(mode: str, ttft_s: float) -> dict[str, Any]:
@@ -217,16 +217,16 @@ def test_rounds_of_both_modes_make_one_row_and_a_disturbed_round_does_not_move_i
         }
         for attach in (1.0, 1.0, 100.0)
     ]  # fmt: skip
-    (found,) = compare.rows([{"half": "first", "engines": engines}], Path())
+    (found,) = compare.rows([{"part": "first", "engines": engines}], Path())
     assert (found.measured, found.saved.median, found.saved.pairs) == ({"stock": 2.0, "attach": 1.0}, 1.0, 6)
     assert found.removable == found.adopted == (4, 4)
     assert found.gets["stock"] == (2, 2)
-    assert compare.rows([{"half": "first", "engines": []}], Path()) == []
+    assert compare.rows([{"part": "first", "engines": []}], Path()) == []
 
 
 def row(**changed: object) -> Row:
     usual = Row(
-        half="first", name="burst", requests=8, engines=3,
+        part="first", name="burst", requests=8, engines=3,
         measured={"stock": 1.0, "attach": 0.5}, predicted={"stock": 1.1, "attach": 0.45},
         saved=Difference(0.5, 0.4, 0.6, 6), removable=(100.0, 104.0), adopted=(100.0, 100.0),
         gets={}, megabytes={}, figures={}, defaults=[],
@@ -262,11 +262,11 @@ def test_one_removable_block_predicted_where_none_was_counted_is_a_miss() -> Non
     assert not row(removable=(100.0, 106.0)).counts_agree
 
 
-def test_the_page_says_the_halves_apart_and_every_miss_in_bold() -> None:
-    rows = [row(), row(name="missed", half="second", predicted={"stock": 1.5, "attach": 1.6})]
+def test_the_page_says_the_parts_apart_and_every_miss_in_bold() -> None:
+    rows = [row(), row(name="missed", part="second", predicted={"stock": 1.5, "attach": 1.6})]
     text = table.markdown(rows)
-    first, second = text.split("**The second half.**")
-    assert "**" not in first.replace("**The first half.**", "")
+    first, second = text.split("**The second part.**")
+    assert "**" not in first.replace("**The first part.**", "")
     assert "**+50%**" in second
     assert "**500 (400 to 600) / -100**" in second
     assert "within 30%: 0 of 1" in second
@@ -281,9 +281,9 @@ def test_the_page_says_the_halves_apart_and_every_miss_in_bold() -> None:
 
 def test_the_page_says_what_is_not_measured() -> None:
     text = table.markdown([row(defaults=["coordination_per_block"])])
-    assert "**The second half** is not measured yet." in text
+    assert "**The second part** is not measured yet." in text
     assert "Figures at their defaults: `coordination_per_block`." in text
-    assert "not measured" not in table.markdown([row(), row(half="second")])
+    assert "not measured" not in table.markdown([row(part=part) for part in PARTS])
 
 
 def test_a_row_comes_back_from_its_json() -> None:
@@ -296,5 +296,5 @@ def test_the_tables_on_the_gate_page_are_those_of_the_measured_comparison() -> N
     rows = [Row.of(each) for each in json.loads(comparison.read_text())]
     page = (REPOSITORY / "docs/gate.md").read_text()
     assert replaced(page, table.BEGIN, table.END, table.markdown(rows)) == page
-    for half in {row.half for row in rows}:
-        assert [row.name for row in rows if row.half == half] == [each.name for each in HALVES[half]]
+    for part in {row.part for row in rows}:
+        assert [row.name for row in rows if row.part == part] == [each.name for each in PARTS[part]]

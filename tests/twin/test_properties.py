@@ -92,6 +92,7 @@ def instances(
         policy=draw(policy),
         on_deadline=draw(st.sampled_from(["recompute", "load"])),
         synchronous_launch=draw(st.booleans()),
+        in_process=draw(st.booleans()),
     )
 
 

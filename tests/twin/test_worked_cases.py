@@ -161,6 +161,16 @@ def test_the_front_end_takes_one_request_after_another(simulate: Simulate) -> No
     assert outcome.ttft_s.tolist() == pytest.approx([0.15, 0.3, 0.15], abs=2 * STEP_S)
 
 
+def test_an_engine_that_takes_requests_itself_takes_all_that_are_due_before_a_step(
+    simulate: Simulate,
+) -> None:
+    """Two at 0 s are taken for 0.1 s each, then a step; the third, due meanwhile, waits for the next."""
+    figures = FREE.given(frontend_per_request=0.1, step_overhead=0.5)
+    arrivals = prompts([(0.0, []), (0.0, []), (0.15, [])], tail=5)
+    outcome = simulate(arrivals, figures, replace(ROOMY, in_process=True), "stock")
+    assert outcome.ttft_s.tolist() == pytest.approx([0.7, 0.7, 1.15])
+
+
 @pytest.mark.parametrize(("asynchronous", "first"), [(False, 0.6), (True, 0.2)])
 def test_a_synchronous_lookup_holds_up_everybody_and_an_asynchronous_one_its_own_request(
     simulate: Simulate, asynchronous: bool, first: float
