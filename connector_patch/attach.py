@@ -218,14 +218,23 @@ class AttachScheduler(Rules):
         return Run(segments, first, first + sum(segment.length for segment in segments))
 
     def _join(self, request: Request, run: Run, own_tokens: int, now: float) -> Answer:
-        request_id, tokens = request.request_id, len(run) * self._block_size
+        request_id = request.request_id
         if own_tokens:
             narrowed = self._store.narrow(request_id, run.end * self._block_size, own_tokens)
             if narrowed is None:
                 return ASK_AGAIN
+            if narrowed < own_tokens and self._windows:
+                # The hit ends earlier than the answer said, so it needs other blocks of the windows.
+                end = run.end + narrowed // self._block_size
+                if not narrowed or self._windows.adoptable(run, end) < run.end:
+                    local = run.first * self._block_size
+                    run, narrowed = run.before(self._windows.standing(run)), 0
+                    if not run.segments:
+                        return self._alone(request, local, self._ask(request, local))
             own_tokens = narrowed
         if not own_tokens:
             self._store.withdraw(request_id)
+        tokens = len(run) * self._block_size
         self._plans[request_id] = Plan(run, tokens, tokens + own_tokens, now, chosen=self._always_chosen)
         return tokens + own_tokens, True
 

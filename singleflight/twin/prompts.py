@@ -45,7 +45,7 @@ class Prompts:
                 f" accepted: up to gpu_blocks ({instance.gpu_blocks})"
             )
         per_token = figures.frontend_per_token.value
-        taking_s = figures.frontend_per_request.value + arrivals.prompts * per_token
+        taking_s = np.asarray(figures.frontend_per_request.value + arrivals.prompts * per_token, np.float64)
         if instance.in_process:
             at_engine = arrivals.times.copy()
         else:

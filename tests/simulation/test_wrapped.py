@@ -51,6 +51,34 @@ def test_random_stories_beside_another_connector(mode: str, other: str) -> None:
     assert tally.layer["ready"] > 3
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("spec", ["window", "chunked"])
+@MODES
+def test_random_stories_with_windowed_groups(mode: str, spec: str) -> None:
+    from .known import OF_VLLM
+    from .test_seeds import run
+
+    tally: Any = run(mode, 40, wrapped=True, spec=spec)
+    assert set(tally.known) <= set(OF_VLLM)
+    assert tally.layer["ready"] > 3
+
+
+def test_a_suffix_that_is_shorter_than_it_was_said_to_be_needs_other_windows(world: Make) -> None:
+    """The store lacks block 2 of a windowed group. A hit of 4 blocks does not need it, one of 3 does, so the
+    second request's ends after 2 and stands on block 1 of all groups. The first load has not brought that
+    block of the windowed ones: it must not be adopted."""
+    w = world(mode="attach", wrapped=True, spec="window", window=2)
+    prompt = w.prompt("abcd", tail=1)
+    w.store.put(prompt)
+    w.store.evict(prompt, 2, group=2)
+    first = w.add(prompt)
+    second = w.add(prompt[:-1])
+    w.run()
+    assert {w.status(r) for r in (first, second)} == {"length"}
+    assert w.gets == 2
+    assert w.tokens_computed(second) == 2 * w.setup.block_size
+
+
 @pytest.mark.parametrize("mode", ["shadow", "off"])
 def test_where_no_layer_is_on_it_is_the_stock_connector(world: Make, mode: str) -> None:
     w = world(mode=mode, wrapped=True)
