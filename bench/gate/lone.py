@@ -24,8 +24,8 @@ PAUSE_S = 0.15
 """Before everything that is lone: caches and connections are then as an arrival meets them."""
 APART = 10
 """Of these, before that load is asked for."""
-DECODED = 80
-"""Tokens that one request generates while another's load comes in."""
+DECODED = 160
+"""Tokens that one request generates while another's load comes in; enough for the slowest link."""
 NAMES = 900_000_000
 """Block names from here on are of this module."""
 IDLE_S = 0.001
@@ -139,6 +139,7 @@ def measure(replay: Replay, threads: int, links: Sequence[tuple[float | None, fl
         return own(count, 7919 * next(fresh) + int(time.time()) % 10**5 * 10**4)
 
     added: list[tuple[int, float]] = []
+    again: list[tuple[int, float]] = []
 
     def run(prompts: list[list[int]], output: int, cold: bool = True) -> None:
         if cold:
@@ -153,11 +154,14 @@ def measure(replay: Replay, threads: int, links: Sequence[tuple[float | None, fl
             replay.steps.step()
         replay.engine.settle()
         if len(prompts) > 1:  # one after another is faster, and not what a lone request meets
+            again.extend(replay.lookups[asked + 1 :])
             del replay.lookups[asked:]
 
     def decoding() -> dict[str, list[float]]:
-        """Seconds of steps in which one request decodes, beside another's load that comes in, and apart."""
+        """Seconds of steps in which one request decodes, beside another's load that comes in, and apart; and
+        of that load."""
         replay.engine.cold()
+        replay.gets.clear()
         mark = len(replay.steps.ran)
         replay.engine.add("decodes", new(8), DECODED)
         while len(replay.steps.ran) < mark + APART:
@@ -166,7 +170,8 @@ def measure(replay: Replay, threads: int, links: Sequence[tuple[float | None, fl
         while replay.engine.llm.has_unfinished_requests():
             replay.steps.step()
         replay.engine.settle()
-        took: dict[str, list[float]] = {"beside": [], "apart": []}
+        loads = [round(ended - started, 5) for _, started, ended in replay.gets]
+        took: dict[str, list[float]] = {"beside": [], "apart": [], "load": loads}
         for loading, step in zip(replay.steps.loading[mark:], replay.steps.ran[mark:], strict=True):
             if step[2] == 0:
                 took["beside" if loading else "apart"].append(round(step[-1], 5))
@@ -176,7 +181,7 @@ def measure(replay: Replay, threads: int, links: Sequence[tuple[float | None, fl
     for count in PROMPTS:  # the first of each size warms up
         run([new(count)], 4)
     run([[*prefix, *new(8)] for _ in range(BATCH)], 4)
-    for samples in (replay.steps, replay.lookups, added):
+    for samples in (replay.steps, replay.lookups, again, added):
         samples.clear()
     for _ in range(TIMES):
         for count in PROMPTS:
@@ -212,5 +217,6 @@ def measure(replay: Replay, threads: int, links: Sequence[tuple[float | None, fl
     found["steps"] = [(*step[:-1], round(step[-1], 6)) for step in replay.steps.ran]
     found["idle_s"] = [round(each, 6) for each in replay.steps.idle_s[:200]]
     found["lookups"] = [(blocks, round(seconds, 6)) for blocks, seconds in replay.lookups]
+    found["again"] = [(blocks, round(seconds, 6)) for blocks, seconds in again]
     found["added"] = [(tokens, round(seconds, 6)) for tokens, seconds in added]
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+from bench.gate.lone import LOADS
 from bench.gate.workloads import BLOCK_TOKENS, Arrival, Setup, Workload
 from singleflight.twin.arrivals import Arrivals
 from singleflight.twin.figures import Figures
@@ -62,8 +63,10 @@ def figures(lone: Sequence[dict[str, Any]], gbit_s: float | None, latency_s: flo
         frontend_per_request=frontend_s,
         frontend_per_token=frontend_per_token,
     )
-    slowdown = _slowdown(links)
-    return measured if slowdown is None else measured.measured(loading_slowdown=slowdown)
+    return measured.measured(
+        **_lookup_again(lone, lookup_s, lookup_per_block),
+        **_slowdowns(links, load_latency + max(LOADS) * per_block),
+    )
 
 
 def _least(terms: Any, seconds: Any, power: float) -> list[float]:
@@ -111,14 +114,27 @@ def _parallel(links: Sequence[dict[str, Any]], threads: int, latency_s: float, p
     return min(max(blocks * per_block_s / max(transfer_s, 1e-9), 0.05), float(threads))
 
 
-def _slowdown(links: Sequence[dict[str, Any]]) -> float | None:
-    """How many times longer a step is in which one request decodes while a load's bytes come in; None: not
-    measured."""
-    beside, apart = (
-        [seconds for link in links for each in link.get("decoding", ()) for seconds in each[kind]]
-        for kind in ("beside", "apart")
+def _lookup_again(lone: Sequence[dict[str, Any]], latency_s: float, per_block_s: float) -> dict[str, float]:
+    """What share of a lone lookup's latency one takes that follows another; nothing if not measured."""
+    took = [
+        seconds - blocks * per_block_s for each in lone for blocks, seconds in each.get("again", ()) if blocks
+    ]
+    return {"lookup_again": min(max(statistics.median(took) / latency_s, 0.0), 1.0)} if took else {}
+
+
+def _slowdowns(links: Sequence[dict[str, Any]], load_s: float) -> dict[str, float]:
+    """How many times longer a step is in which one request decodes while a load of LOADS' largest comes in,
+    and that load, which alone takes `load_s`; nothing if it was not measured."""
+    beside, apart, loads = (
+        [seconds for link in links for each in link.get("decoding", ()) for seconds in each.get(kind, ())]
+        for kind in ("beside", "apart", "load")
     )
-    return max(statistics.median(beside) / statistics.median(apart), 1.0) if beside else None
+    found = {}
+    if beside:
+        found["loading_slowdown"] = max(statistics.median(beside) / statistics.median(apart), 1.0)
+    if loads:
+        found["computing_slowdown"] = max(statistics.median(loads) / load_s, 1.0)
+    return found
 
 
 def arrivals_of(arrivals: Sequence[Arrival]) -> Arrivals:

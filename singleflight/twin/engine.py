@@ -123,6 +123,7 @@ class Engine:
         self._to_put: list[Get] = []
         self._computed: list[int] = []  # blocks' names
         self._first_tokens: list[int] = []
+        self._store.next_step()
         decoding, context = self._decoding, self._context
         self._admit()
         tick = self._rules.due()
@@ -140,7 +141,9 @@ class Engine:
             )
             if self._threads.transferring(clock.now):
                 seconds *= figures.loading_slowdown.value
+            self._threads.slow(figures.computing_slowdown.value, clock.now)
             clock.now += seconds
+            self._threads.slow(1.0, clock.now)
             self.steps += 1
             self._end_step(decoding)
         if self._synchronous_launch:

@@ -36,6 +36,9 @@ class Figures(FigureSet):
     """To ask the store what it has of one prompt, blocks apart: to the worker and back, and one call to the
     master. A synchronous lookup holds the scheduler up for as long."""
 
+    lookup_again: Quantity = figure(1.0, "ratio", low=0.0, high=1.0)
+    """What share of `lookup_latency` a further lookup of the same step takes: the way there is warm."""
+
     lookup_per_block: Quantity = figure(1e-6, "s/block")
     """And for each block asked about."""
 
@@ -62,6 +65,9 @@ class Figures(FigureSet):
     loading_slowdown: Quantity = figure(1.0, "ratio", low=1.0, high=1024)
     """How many times longer a step is while a load's bytes come in. Next to nothing on a GPU; on a CPU, loads
     and the model share cores and memory."""
+
+    computing_slowdown: Quantity = figure(1.0, "ratio", low=1.0, high=1024)
+    """And how many times longer bytes take to come in while a step computes; likewise."""
 
     idle_step: Quantity = figure(1e-3, "s/step", low=1e-6)
     """A step that computes nothing while requests wait for loads: vLLM 0.32 sleeps a millisecond."""

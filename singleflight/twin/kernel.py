@@ -44,8 +44,8 @@ NOTHING, UNASKED = -1, -2  # names of blocks, as in `pool`
 # World.f: single numbers of float64.
 (
     NOW, LINK_AT, BROUGHT, LOOKUP_FREE_AT, MEAN_BLOCKS, MEAN_S, VARIANCE, COVARIANCE, SLOWEST, NEXT_DEADLINE,
-    BREAKER_UNTIL, ASKED_AT, MADE_AT,
-) = range(13)  # fmt: skip
+    BREAKER_UNTIL, ASKED_AT, SLOWDOWN, LOOKUP_SHARE, MADE_AT,
+) = range(15)  # fmt: skip
 # World.i: of int64.
 (
     FREE, ACTIVE, QUEUE_HEAD, QUEUE_TAIL, N_GETS, N_ENDED, SEEN, PENDING, IN_AIR, FLIGHTS, FLIGHT_FIRST,
@@ -202,12 +202,14 @@ class World(NamedTuple):
     total: float
     lookup_latency: float
     lookup_per_block: float
+    lookup_again: float
     prefill_rate: float
     attention: float
     step_overhead: float
     decode_per_request: float
     prefill_context: float
     loading_slowdown: float
+    computing_slowdown: float
     decode_context: float
     idle_step: float
     per_lookup: float
@@ -370,7 +372,15 @@ with _our_cache():
 
     @compiled
     def _speed(w: World) -> float:
-        return w.rate if w.i[ACTIVE] == 1 else min(w.rate, w.total / w.i[ACTIVE])
+        return (w.rate if w.i[ACTIVE] == 1 else min(w.rate, w.total / w.i[ACTIVE])) / w.f[SLOWDOWN]
+
+    @compiled
+    def _slow(w: World, slowdown: float) -> None:
+        """The Gets of all that has ended are told of by now."""
+        if w.i[ACTIVE] > 0:
+            w.f[BROUGHT] += (w.f[NOW] - w.f[LINK_AT]) * _speed(w)
+            w.f[LINK_AT] = w.f[NOW]
+        w.f[SLOWDOWN] = slowdown
 
     @compiled
     def _next_end(w: World) -> tuple[float, int]:
@@ -445,7 +455,8 @@ with _our_cache():
             return 0
         if w.rf[request, R_ANSWER_AT] < 0.0:
             w.r[request, R_LOOKUPS] += 1
-            cost = w.lookup_latency + n * w.lookup_per_block
+            cost = w.f[LOOKUP_SHARE] * w.lookup_latency + n * w.lookup_per_block
+            w.f[LOOKUP_SHARE] = w.lookup_again
             stored = n
             first = w.r[request, R_FIRST]
             for k in range(n):
@@ -1221,6 +1232,7 @@ with _our_cache():
     @compiled
     def _step(w: World) -> None:
         w.i[TOKENS] = w.i[PAIRS] = w.i[BEFORE] = w.i[N_COMPUTED] = w.i[N_FIRST] = 0
+        w.f[LOOKUP_SHARE] = 1.0
         decoding, context = w.i[DECODING], w.i[CONTEXT]
         w.i[BUDGET] = w.max_tokens - decoding
         _admit(w)
@@ -1245,7 +1257,10 @@ with _our_cache():
             _advance(w, w.f[NOW])
             if w.i[ACTIVE] > 0:
                 seconds *= w.loading_slowdown
+            _slow(w, w.computing_slowdown)
             w.f[NOW] += seconds
+            _advance(w, w.f[NOW])
+            _slow(w, 1.0)
             w.i[STEPS] += 1
             _end_step(w, decoding)
         if w.synchronous_launch:
@@ -1290,6 +1305,7 @@ def _world(
     singles[FREE] = pool
     times = np.zeros(MADE_AT + 1)
     times[NEXT_DEADLINE] = math.inf
+    times[SLOWDOWN] = 1.0
     held = np.concatenate([np.zeros(1, np.int64), np.cumsum(prompts.footprint)])
 
     r, rf = table(n, R_LOOKUPS + 1), np.full((n, R_ADMITTED + 1), math.nan)
@@ -1324,12 +1340,14 @@ def _world(
         total=float(rate * figures.parallel_loads.value),
         lookup_latency=float(figures.lookup_latency.value),
         lookup_per_block=float(figures.lookup_per_block.value),
+        lookup_again=float(figures.lookup_again.value),
         prefill_rate=float(figures.prefill_rate.value),
         attention=float(figures.attention.value),
         step_overhead=float(figures.step_overhead.value),
         decode_per_request=float(figures.decode_per_request.value),
         prefill_context=float(figures.prefill_context.value),
         loading_slowdown=float(figures.loading_slowdown.value),
+        computing_slowdown=float(figures.computing_slowdown.value),
         decode_context=float(figures.decode_context.value),
         idle_step=float(figures.idle_step.value),
         per_lookup=float(figures.coordination_per_lookup.value),

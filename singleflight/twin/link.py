@@ -16,6 +16,7 @@ class Link:
         self._rate = rate
         self._total = rate * parallel
         self._at = 0.0
+        self._slowdown = 1.0
         # What each transfer would have been brought if it had run since the link was idle: all get the same,
         # so one number is kept for all, and for each the one at which it is complete.
         self._brought = 0.0
@@ -47,6 +48,13 @@ class Link:
         self._brought = self._complete_at.pop(name)
         self._at = now
 
+    def slow(self, slowdown: float, now: float) -> None:
+        """From now on all takes so many times longer; `now` is not earlier than any event before."""
+        if self._complete_at:
+            self._brought += (now - self._at) * self._speed()
+            self._at = now
+        self._slowdown = slowdown
+
     def _speed(self) -> float:
         n = len(self._complete_at)
-        return self._rate if n == 1 else min(self._rate, self._total / n)
+        return (self._rate if n == 1 else min(self._rate, self._total / n)) / self._slowdown

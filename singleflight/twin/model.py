@@ -38,6 +38,7 @@ def simulate(arrivals: Arrivals, figures: Figures, instance: Instance, mode: Mod
         [each[:count] for each, count in zip(names, asked, strict=True)],
         figures.lookup_latency.value,
         figures.lookup_per_block.value,
+        figures.lookup_again.value,
         instance.lookup_async,
     )
     link = Link(figures.load_bandwidth.value, figures.parallel_loads.value)

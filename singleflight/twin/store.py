@@ -21,7 +21,8 @@ class Store:
     Args:
         stored_from: for each name, when it is there; inf: not yet.
         prompts: for each request the names of the blocks that are looked up.
-        latency_s, per_block_s: what a lookup costs. asynchronous: one thread asks, in turn, while the engine
+        latency_s, per_block_s: what a lookup costs. again: the share of the latency that all but the first of
+            a step take. asynchronous: one thread asks, in turn, while the engine
             goes on; what is stored when the lookup is made counts.
     """
 
@@ -32,6 +33,7 @@ class Store:
         prompts: Sequence[Sequence[int]],
         latency_s: float,
         per_block_s: float,
+        again: float,
         asynchronous: bool,
     ) -> None:
         self._clock = clock
@@ -39,10 +41,15 @@ class Store:
         self._prompts = prompts
         self._latency_s = latency_s
         self._per_block_s = per_block_s
+        self._again = again
+        self._share = 1.0
         self._asynchronous = asynchronous
         self._free_at = 0.0
         self._answers: dict[int, tuple[float, int]] = {}
         self.lookups = [0] * len(prompts)
+
+    def next_step(self) -> None:
+        self._share = 1.0
 
     def put(self, names: Iterable[int], now: float) -> None:
         for name in names:
@@ -56,7 +63,8 @@ class Store:
             return 0
         if request not in self._answers:
             self.lookups[request] += 1
-            cost = self._latency_s + len(names) * self._per_block_s
+            cost = self._share * self._latency_s + len(names) * self._per_block_s
+            self._share = self._again
             stored = self._stored(names)
             if not self._asynchronous:
                 self._clock.now += cost

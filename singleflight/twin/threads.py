@@ -58,6 +58,11 @@ class Threads:
         self._advance(now)
         return self._link.busy
 
+    def slow(self, slowdown: float, now: float) -> None:
+        """From now on bytes take so many times longer to come in."""
+        self._advance(now)
+        self._link.slow(slowdown, now)
+
     def _advance(self, until: float) -> None:
         while (event := self._next_event()) <= until:
             end, thread = self._link.next_end()

@@ -131,6 +131,8 @@ COSTS = {
     "load_bandwidth": 5e7,
     "parallel_loads": 0.5,
     "loading_slowdown": 1.8,
+    "computing_slowdown": 1.25,
+    "lookup_again": 0.4,
 }
 
 
@@ -156,10 +158,12 @@ def samples(**links: object) -> dict[str, Any]:
         (8, 4096, 16, 0, 0),
         (264, 64, 16, 0, 0),
     ]
+    beside_s = c["computing_slowdown"] * (c["load_latency"] + 128 * block / c["load_bandwidth"])
     decoding = [(0, 0, 0, 1, 8), (0, 0, 0, 16, 128), (0, 0, 0, 16, 65_000)]
     return {
         "steps": [step(*shape) for shape in shapes + decoding],
         "lookups": [(n, c["lookup_latency"] + n * c["lookup_per_block"]) for n in (1, 32, 128)],
+        "again": [(n, c["lookup_again"] * c["lookup_latency"] + n * c["lookup_per_block"]) for n in (1, 128)],
         "added": [(n, c["frontend_per_request"] + n * c["frontend_per_token"]) for n in (8, 1032, 4104)],
         "idle_s": [0.001, 0.002],
         "links": [
@@ -171,7 +175,7 @@ def samples(**links: object) -> dict[str, Any]:
                 "together": [
                     (128, c["load_latency"] + 128 * block / c["load_bandwidth"] / c["parallel_loads"])
                 ],
-                "decoding": [{"beside": [0.009, 0.009], "apart": [0.005, 0.005, 0.005]}],
+                "decoding": [{"beside": [0.009, 0.009], "apart": [0.005, 0.005, 0.005], "load": [beside_s]}],
                 **links,
             }
         ],
@@ -186,8 +190,9 @@ def test_the_figures_of_an_engine_are_found_from_its_lone_prompts_and_loads() ->
 
 def test_a_slowdown_that_nobody_measured_is_a_default_and_says_so() -> None:
     found = predict.figures([samples(decoding=[])], 0.4, 0.2, threads=4)
-    assert "loading_slowdown" in found.defaults()
-    assert "loading_slowdown" not in predict.figures([samples()], 0.4, 0.2, threads=4).defaults()
+    slowdowns = {"loading_slowdown", "computing_slowdown"}
+    assert slowdowns <= set(found.defaults())
+    assert not slowdowns & set(predict.figures([samples()], 0.4, 0.2, threads=4).defaults())
 
 
 def test_rounds_of_both_modes_make_one_row_and_a_disturbed_round_does_not_move_it(

@@ -135,6 +135,24 @@ def test_a_step_is_slower_while_bytes_come_in_but_not_while_a_get_waits_for_them
     assert outcome.ttft_s[1:].tolist() == pytest.approx([0.01, 0.03, 0.01], abs=2 * IDLE_S)
 
 
+def test_a_load_that_comes_in_while_a_step_computes_takes_longer_by_then(simulate: Simulate) -> None:
+    """It would take 1 s. A step of 0.4 s begins when half of it is there, and brings what 0.1 s alone bring."""
+    figures = FREE.given(load_bandwidth=float(BLOCK), step_overhead=0.4, computing_slowdown=4.0)
+    arrivals = prompts([(0.0, [1]), (0.5, [])], tail=5)
+    outcome = simulate(arrivals, figures, ROOMY, "stock")
+    assert outcome.gets.ended_s.tolist() == pytest.approx([1.3], abs=4 * IDLE_S)
+
+
+@pytest.mark.parametrize("again", [1.0, 0.25])
+def test_a_further_lookup_of_a_step_may_be_cheaper_than_the_first(simulate: Simulate, again: float) -> None:
+    figures = FREE.given(lookup_latency=0.2, lookup_again=again)
+    arrivals = prompts([(0.0, [1]), (0.0, [2]), (5.0, [3])])
+    outcome = simulate(arrivals, figures, ROOMY, "stock")
+    assert outcome.gets.queued_s.tolist() == pytest.approx(
+        [0.2 * (1 + again), 0.2 * (1 + again), 5.2], abs=4 * STEP_S
+    )
+
+
 @pytest.mark.parametrize(("synchronous", "starts"), [(False, 0.0), (True, 0.2)])
 def test_a_load_starts_with_its_step_or_where_launches_are_synchronous_at_its_end(
     simulate: Simulate, synchronous: bool, starts: float
