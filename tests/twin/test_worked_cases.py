@@ -136,7 +136,7 @@ def test_a_step_is_slower_while_bytes_come_in_but_not_while_a_get_waits_for_them
 
 
 def test_a_load_that_comes_in_while_a_step_computes_takes_longer_by_then(simulate: Simulate) -> None:
-    """It would take 1 s. A step of 0.4 s begins when half of it is there, and brings what 0.1 s alone bring."""
+    """It would take 1 s. A step of 0.4 s begins when half of it is there, and brings a tenth of it."""
     figures = FREE.given(load_bandwidth=float(BLOCK), step_overhead=0.4, computing_slowdown=4.0)
     arrivals = prompts([(0.0, [1]), (0.5, [])], tail=5)
     outcome = simulate(arrivals, figures, ROOMY, "stock")
