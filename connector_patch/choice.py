@@ -88,9 +88,14 @@ class Chooser:
         loads have landed or who compute; and of loads that are queued in this pass, the worker may hear only
         after the forward (on CPUs). A step without its prefill is short.
 
-        It does so for as long as half of what it gains, once its turn has come.
+        It does so for as long as half of what it gains, once its turn has come. And always where this step
+        has another's prefill and no room for all of its own: it would end no sooner, and the other later.
         """
-        return self._hurry and now < self._computing[request_id][1]
+        own, turn_ends = self._computing[request_id]
+        begun = sum(work.tokens for work in self._begun)
+        if begun >= self.steps.speed.substantial and begun + own.tokens > self._budget:
+            return True
+        return self._hurry and now < turn_ends
 
     def computes_anyway(self, request: Request, num_local_tokens: int) -> None:
         """The store has nothing for it."""

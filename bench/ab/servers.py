@@ -64,7 +64,8 @@ class Setup:
         kv_blocks: size of the KV cache in blocks of 32 tokens (64 KiB). The default has room for the burst of
             64, each request with a copy of its own, and not more: five servers share this machine's memory.
         limited: with the in-process limiter in the connector (`limited.py`).
-        counted: with the CPU time of the scheduler's thread counted (`counted.py`).
+        counted: with the CPU time of the scheduler's thread counted, and receive threads that give way to
+            the model (`counted.py`).
         gate: a verdict file that ours is told of.
     """
 
@@ -174,6 +175,7 @@ def serving(stack: embedded.Stack, chosen: Sequence[str], setup: Setup) -> Itera
                 VLLM_MOONCAKE_LOAD_RECV_THREADS=str(setup.recv_threads),
                 VLLM_CPU_OMP_THREADS_BIND=compute_cores(),
                 **{limited.VARIABLE: str(stack.folder), counted.VARIABLE: str(server.cpu)},
+                **{counted.NICE: "0" if compute_cores() == "auto" else "10"},
             )
             started.append((server, processes.enter_context(embedded.spawned(argv, env=env, log=server.log))))
         for server, process in started:
