@@ -1,7 +1,7 @@
 """Both connectors with the CPU time of the scheduler's thread counted (`connector_patch.lab.cpu`), and with
 receive threads that give way to the model where both are on one core.
 
-A receive thread of Mooncake's spins while bytes come in. vLLM's CPU worker has it on the model's core, where a
+A receive thread of Mooncake's spins while bytes come in. vLLM has it on the model's core here, where a
 prefill takes twice as long meanwhile: link and accelerator are not two machines then, as with a GPU. On
 another core Gets stalled for seconds now and then (why is not known), so it is niced instead.
 

@@ -181,6 +181,16 @@ class TestAnswers:
             behind_two.clock.advance(1)
         assert behind_two.ask("c") == NOTHING
 
+    def test_a_step_that_has_room_for_one_prefill_gets_no_part_of_another(self, behind_two: Engine) -> None:
+        """It would end no sooner, and the other, and all whose loads have landed, later. However long ago its
+        turn was."""
+        assert [behind_two.ask(name) for name in "cd"] == [NOTHING, NOTHING]
+        behind_two.clock.advance(60)
+        behind_two.allocate("c", 0)
+        assert behind_two.ask("d") == ASK_AGAIN
+        behind_two.passes()
+        assert behind_two.ask("d") == NOTHING
+
     def test_a_fast_store_is_always_loaded_from(self) -> None:
         engine = Engine(token_s=100.0)
         engine.loads(*"abcdefgh")

@@ -105,20 +105,6 @@ def test_a_burst_over_a_slow_link_is_spread_over_both_machines(
 
 
 @both_modes
-def test_a_prefill_is_not_begun_in_a_step_that_has_room_for_one_and_a_part(engine: Make) -> None:
-    """It would end no sooner, and the other, and all whose loads have landed, later."""
-    w = engine(1, token_budget=6 * BLOCKS)
-    learns(w)
-    learned = w.now
-    _, loaded = burst(w)
-    assert BURST - loaded > 2
-    steps = [what.removeprefix("computes ") for at, what in w.events if at > learned and "computes" in what]
-    prefills = [[int(each.split()[1]) > BLOCKS // 2 for each in step.split(", ")] for step in steps]
-    assert any(map(any, prefills))
-    assert max(map(sum, prefills)) == 1
-
-
-@both_modes
 def test_over_a_wide_link_all_load(engine: Make) -> None:
     w = engine(100)
     learns(w)
