@@ -7,7 +7,7 @@ The rules (`rules.py`) act on it; shadow mode only counts it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from .store import Store
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+class _Turn(NamedTuple):
+    """What a request will compute, and when half and all of what it gains by that is lost."""
+
+    work: Work
+    half_lost: float
+    lost: float
 
 
 class Chooser:
@@ -58,8 +66,8 @@ class Chooser:
         self._pretends = pretends
         self._sparse = Sparse()
         self._chosen: dict[str, Chosen] = {}
-        # Have chosen to compute, and have not been allocated yet: what, and until when they step back.
-        self._computing: dict[str, tuple[Work, float]] = {}
+        # Have chosen to compute, and have not been allocated yet.
+        self._computing: dict[str, _Turn] = {}
         # Of this pass: prompts that vLLM computes from now on; whether somebody in it gains by a short step.
         self._begun: list[Work] = []
         self._hurry = False
@@ -88,14 +96,14 @@ class Chooser:
         loads have landed or who compute; and of loads that are queued in this pass, the worker may hear only
         after the forward (on CPUs). A step without its prefill is short.
 
-        It does so for as long as half of what it gains, once its turn has come. And always where this step
-        has another's prefill and no room for all of its own: it would end no sooner, and the other later.
+        It does so for as long as half of what it gains, once its turn has come. And for as long as all of it
+        where this step has another's prefill and no room for all of its own: it would end no sooner, and the
+        other later.
         """
-        own, turn_ends = self._computing[request_id]
+        turn = self._computing[request_id]
         begun = sum(work.tokens for work in self._begun)
-        if begun >= self.steps.speed.substantial and begun + own.tokens > self._budget:
-            return True
-        return self._hurry and now < turn_ends
+        crowded = begun >= self.steps.speed.substantial and begun + turn.work.tokens > self._budget
+        return now < turn.lost if crowded else self._hurry and now < turn.half_lost
 
     def computes_anyway(self, request: Request, num_local_tokens: int) -> None:
         """The store has nothing for it."""
@@ -149,7 +157,7 @@ class Chooser:
         if chosen is Chosen.COMPUTE and self.queue.forgets(now):
             return Chosen.LOAD
         if chosen is Chosen.COMPUTE and not self._pretends:
-            self._computing[request.request_id] = own, now + expected.turn_s
+            self._computing[request.request_id] = _Turn(own, now + expected.turn_s, now + expected.lost_s)
             if requests := self._sparse.due(chosen):
                 logger.info(
                     "kv-singleflight: %s computes %d tokens that the store has: expected are %s"
@@ -165,7 +173,7 @@ class Chooser:
         """`load_s`: until its load would have landed."""
         decodes, speed = self.steps.decodes, self.steps.speed
         before = self.steps.backlog()
-        for work in (*self._begun, *(work for work, _ in self._computing.values())):
+        for work in (*self._begun, *(turn.work for turn in self._computing.values())):
             before = before.beside(work)
         rest = Work.of(own.end - own.tokens + external, own.tokens - external)
         wait_s, own_s, rest_s = (speed.seconds(work, decodes) for work in (before, own, rest))
@@ -180,7 +188,7 @@ class Chooser:
 
     def _forget(self, request_id: str) -> Chosen | None:
         if (computing := self._computing.pop(request_id, None)) is not None:
-            self._begin(computing[0])
+            self._begin(computing.work)
         return self._chosen.pop(request_id, None)
 
     def _begin(self, work: Work) -> None:

@@ -42,6 +42,13 @@ class Expected:
             return 0.0
         return self.compute_s - self.own_s + (self.load_s - self.compute_s) / 2
 
+    @property
+    def lost_s(self) -> float:
+        """From when on it would have its first token later than by its load."""
+        if self.load_s is None:
+            return 0.0
+        return self.load_s - self.own_s
+
     def chosen(self, policy: Policy, budget: int) -> Chosen:
         """Load or compute, where a step has at most `budget` tokens.
 

@@ -182,13 +182,22 @@ class TestAnswers:
         assert behind_two.ask("c") == NOTHING
 
     def test_a_step_that_has_room_for_one_prefill_gets_no_part_of_another(self, behind_two: Engine) -> None:
-        """It would end no sooner, and the other, and all whose loads have landed, later. However long ago its
-        turn was."""
+        """It would end no sooner, and the other, and all whose loads have landed, later. So it waits for
+        longer than half of what it gains, 12 s here."""
         assert [behind_two.ask(name) for name in "cd"] == [NOTHING, NOTHING]
-        behind_two.clock.advance(60)
+        behind_two.clock.advance(14)
         behind_two.allocate("c", 0)
         assert behind_two.ask("d") == ASK_AGAIN
         behind_two.passes()
+        assert behind_two.ask("d") == NOTHING
+
+    def test_others_that_begin_in_every_step_do_not_keep_it_waiting_for_ever(
+        self, behind_two: Engine
+    ) -> None:
+        """Of a higher priority, say. After 16 s its load would have landed before it has computed."""
+        assert [behind_two.ask(name) for name in "cd"] == [NOTHING, NOTHING]
+        behind_two.clock.advance(17)
+        behind_two.allocate("c", 0)
         assert behind_two.ask("d") == NOTHING
 
     def test_a_fast_store_is_always_loaded_from(self) -> None:
