@@ -296,23 +296,22 @@ def test_the_server_is_asked_to_end_with_flights_in_the_air(reference: Arm, engi
     vLLM kills what has not ended `--shutdown-timeout` seconds (0 unless set) after the signal; a receive
     thread in a Get is among that. With 0, EngineCore races with its own end to tell the clients: they see an
     error or their tokens, or hear nothing, and then the server's HTTP part waits until they have given up.
-    An EngineCore that stands still has lost that race. Stock does the same. The server has no other test.
+    An EngineCore that stands still has lost that race; then the HTTP part may find out by itself (HTTP 500),
+    or not. Stock does the same. The server has no other test.
     """
     with set_up(HANGS_S) as stage:
         prefix = stage.stored_prefix()
         stage.patience_s = 10.0
         asked = stage.in_the_air(prefix)
         process = stage.server.process
-        below = [pid for pid in keeper.members(process.pid) if pid != process.pid]
-        assert below
-        if engine_core == "stands still":
-            for pid in below:
-                os.kill(pid, signal.SIGSTOP)
+        comms = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in keeper.members(process.pid)}
+        (core,) = (pid for pid, comm in comms.items() if comm.startswith("VLLM::EngineC"))
+        if engine_core == "stands still":  # it alone: Python's resource tracker is to remove what it leaves
+            os.kill(core, signal.SIGSTOP)
         process.terminate()
         process.wait(ENDING_S)
         answers, errors = outcomes(reference, asked, may_hear_nothing=True)
-        if engine_core == "stands still":
-            assert {answers[name] for name in errors} == {NOTHING}, "EngineCore can tell nobody"
+        assert "c0" in errors, f"tokens of a load that hangs: {answers}"
         # Python's resource tracker ends by itself when its parent has.
         stage.until(lambda: not keeper.members(process.pid), "somebody is left of the server's session")
 
